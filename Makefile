@@ -1,0 +1,90 @@
+# hyscale.c: make finds what this machine has, says so, and builds what it can.
+#
+#   make            everything this machine can build
+#   make run        build and start the default training
+#   make test       build and run all tests this machine can run (a few minutes)
+#   make test-long  the trainings that prove it learns (about half an hour on two cores)
+#   make bench      the measured tables of dev/bench
+#   make clean
+#
+# Variables: CC=clang  SANITIZE=1 (address and undefined-behaviour checks)  BLAS=1 (matrix products by cblas)
+#            OMP=0 (no threads)  REAL=double  ARGS="--steps 2000" (for make run)
+
+CC ?= cc
+BUILD ?= build
+ARGS ?=
+SHELL := /bin/sh
+
+# A probe compiles and links a small program with the flags in question: what counts is that it works.
+probe = $(shell mkdir -p $(BUILD); printf '%s\n' '$(1)' > $(BUILD)/probe.c; $(CC) $(BUILD)/probe.c -o $(BUILD)/probe.out $(2) >/dev/null 2>&1 && echo yes; rm -f $(BUILD)/probe.c $(BUILD)/probe.out)
+hash := \#
+
+HAVE_CC := $(call probe,int main(void){return 0;},-lm)
+ifneq ($(HAVE_CC),yes)
+$(error '$(CC)' does not build a C program: install gcc or clang (Debian, Ubuntu: apt-get install gcc make))
+endif
+HAVE_OMP := $(if $(filter 0,$(OMP)),,$(call probe,int main(void){return omp_get_max_threads() < 1;},-fopenmp -include omp.h))
+HAVE_NATIVE := $(call probe,int main(void){return 0;},-march=native)
+HAVE_CBLAS := $(call probe,int main(void){return 0;},-include cblas.h -lopenblas)
+NVCC := $(shell command -v nvcc 2>/dev/null)
+HAVE_NCCL := $(call probe,int main(void){return 0;},-lnccl)
+
+CFLAGS ?= -O3 -g
+ALL_CFLAGS = -std=gnu99 $(CFLAGS) -Wall -Wextra -fno-math-errno -ffp-contract=fast $(if $(HAVE_NATIVE),-march=native) $(if $(HAVE_OMP),-fopenmp,-Wno-unknown-pragmas)
+ALL_CFLAGS += -DGIT_HASH='"$(shell git describe --always --dirty 2>/dev/null || echo unknown)"'
+LIBS = -lm
+ifeq ($(SANITIZE),1)
+BUILD := $(BUILD)/sanitize
+ALL_CFLAGS += -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+endif
+ifeq ($(BLAS),1)
+ifneq ($(HAVE_CBLAS),yes)
+$(error BLAS=1: no working cblas.h and -lopenblas (Debian, Ubuntu: apt-get install libopenblas-dev))
+endif
+ALL_CFLAGS += -DUSE_BLAS
+LIBS += -lopenblas
+endif
+ifdef REAL
+ALL_CFLAGS += -DREAL=$(REAL)
+endif
+
+SOURCES = train_cpu.c $(wildcard data/*.h) dev/test/check.h
+TESTS = test_safetensors test_tokens test_oracle test_oracle_double test_gradients test_selection test_model
+TRAINER = $(if $(filter 1,$(SANITIZE)),$(BUILD)/train_cpu,train_cpu)
+
+.PHONY: all found run test test-long bench clean
+all: found $(TRAINER)
+	@echo "built      ./$(TRAINER)   (make run trains, make test checks)"
+
+found:
+	@echo "compiler   $(CC), $(shell $(CC) --version | head -n 1)"
+	@echo "OpenMP     $(if $(HAVE_OMP),yes: all cores,no: one core (gcc has it; macOS: brew install libomp))"
+	@echo "vectors    $(if $(HAVE_NATIVE),-march=native,compiler default: -march=native does not work here)"
+	@echo "cblas      $(if $(HAVE_CBLAS),found$(if $(filter 1,$(BLAS)),: in use, not used: BLAS=1 asks for it),not found: the own matrix product is used)"
+	@echo "nvcc       $(if $(NVCC),$(NVCC),not found: CPU trainer only)"
+	@echo "NCCL       $(if $(HAVE_NCCL),found,not found)"
+
+$(TRAINER): $(SOURCES) Makefile
+	@mkdir -p $(BUILD)
+	$(CC) $(ALL_CFLAGS) -o $@ train_cpu.c $(LIBS)
+
+run: all
+	./$(TRAINER) $(ARGS)
+
+# Tests include train_cpu.c and use a part of it each.
+$(BUILD)/%_double: dev/test/%.c $(SOURCES) Makefile
+	@mkdir -p $(BUILD)
+	$(CC) $(ALL_CFLAGS) -Wno-unused-function -DREAL=double -o $@ $< $(LIBS)
+$(BUILD)/test_gradients: ALL_CFLAGS += -DREAL=double
+$(BUILD)/%: dev/test/%.c $(SOURCES) Makefile
+	@mkdir -p $(BUILD)
+	$(CC) $(ALL_CFLAGS) -Wno-unused-function -o $@ $< $(LIBS)
+
+test: all $(TESTS:%=$(BUILD)/%)
+	@BUILD=$(BUILD) TRAINER=./$(TRAINER) CC="$(CC)" sh dev/test/run.sh
+
+test-long: all
+	@BUILD=$(BUILD) TRAINER=./$(TRAINER) sh dev/test/long.sh
+
+clean:
+	rm -rf build train_cpu

@@ -1,0 +1,179 @@
+// Compare train_cpu.c with tensors computed by Hugging Face transformers (dev/test/oracle/make_oracle.py).
+// Usage: test_oracle FILE...   For each file: parameters by name, configuration from the metadata, forward and
+// backward, and per tensor the largest absolute and the norm-wise relative error. The files were computed in float32.
+#define NO_MAIN
+#include "../../train_cpu.c"
+#include "check.h"
+
+static const double TOLERANCE = sizeof(real) == 4 ? 2e-5 : 1e-5;
+static StFile file;
+
+// Compare n values with a tensor of the file.
+static void compare(const char *name, const real *ours, int64_t n) {
+    const StTensor *t = st_find(&file, name);
+    double diff = 0, norm = 0, largest = 0;
+    if (!t || st_count(t) != n) {
+        check(0, "%s: expected %lld elements, the file has %lld", name, (long long)n, (long long)(t ? st_count(t) : -1));
+        return;
+    }
+    for (int64_t i = 0; i < n; i++) {
+        double want = st_get(&file, t, i), d = fabs((double)ours[i] - want);
+        if (!(d <= largest)) largest = d; // NaN sticks
+        diff += d * d;
+        norm += want * want;
+    }
+    double relative = norm > 0 ? sqrt(diff / norm) : sqrt(diff);
+    check(relative <= TOLERANCE, "%-62s abs %.2e rel %.2e", name, largest, relative);
+}
+
+// Load every parameter of the table from "param.NAME"; the file must hold nothing else.
+static void load(Model *m) {
+    int used = 0, held = 0;
+    for (int i = 0; i < m->n_tensors; i++) {
+        char name[128];
+        snprintf(name, sizeof name, "param.%s", m->tensors[i].name);
+        const StTensor *t = st_find(&file, name);
+        int64_t n = m->tensors[i].saved_rows * m->tensors[i].cols;
+        if (!check(t && st_count(t) == n, "%s: %lld elements", name, (long long)n)) continue;
+        for (int64_t j = 0; j < n; j++) param(m, i)[j] = (real)st_get(&file, t, j);
+        used++;
+    }
+    for (int i = 0; i < file.n_tensors; i++) held += !strncmp(file.tensors[i].name, "param.", 6);
+    check(used == held, "all %d parameters of the file are used", held);
+}
+
+// torch.topk leaves ties open, and ties are common: relu makes many scores exactly 0. So the published sets may differ
+// from the contract's (score, then lowest index) where the k-th score is tied, and only there. The model is therefore
+// run on the published selections, and afterwards our own selection is held against a sort of the published scores.
+
+// Put the published selection of layer l in place.
+static void use_published_selection(Model *m, int64_t l) {
+    char name[64];
+    snprintf(name, sizeof name, "out.selected.%lld", (long long)l);
+    const StTensor *t = st_find(&file, name);
+    if (!t || st_count(t) != m->N * m->T) die("no tensor %s of %lld elements", name, (long long)(m->N * m->T));
+    for (int64_t i = 0; i < m->N; i++) {
+        int32_t *sel = m->layers[l].sel + i * m->c.topk, n = 0;
+        for (int64_t s = 0; s < m->T; s++)
+            if (st_get(&file, t, i * m->T + s) != 0 && n < m->c.topk) sel[n++] = (int32_t)s;
+        while (n < m->c.topk) sel[n++] = -1;
+    }
+}
+
+// Index scores of D layer l over everything visible; our selection (streaming and table) against a sort of the
+// published scores; the published selection against both, ties aside.
+static void compare_selection(Model *m, int64_t l) {
+    Layer *y = &m->layers[l];
+    int64_t T = m->T, k = m->c.topk, wrong = 0, tied = 0, not_tied = 0;
+    char name[64];
+    real *scores = (real *)xalloc((size_t)(m->N * T) * sizeof(real)), *dots = (real *)xalloc((size_t)(m->c.HI * T) * sizeof(real));
+    float *row = (float *)xalloc((size_t)T * sizeof(float));
+    for (int64_t i = 0; i < m->N; i++) {
+        index_scores(m, y, i / T, i % T, 1, 0, T, dots, row);
+        for (int64_t s = 0; s <= i % T; s++) scores[i * T + s] = (real)row[s];
+    }
+    snprintf(name, sizeof name, "out.index_scores.%lld", (long long)l);
+    compare(name, scores, m->N * T);
+    const StTensor *published = st_find(&file, name);
+    snprintf(name, sizeof name, "out.selected.%lld", (long long)l);
+    const StTensor *chosen = st_find(&file, name);
+    for (int table = 0; table < 2; table++) {
+        strcpy(m->c.topk_method, table ? "table" : "hytopk");
+        memset(y->sel, 0x7f, (size_t)(m->N * k) * sizeof(int32_t));
+        select_forward(m, y);
+        for (int64_t i = 0; i < m->N; i++) {
+            int64_t n = i % T + 1, taken = 0;
+            char *want = (char *)xalloc((size_t)T);
+            double kth = 0;
+            for (; taken < k && taken < n; taken++) { // plain selection sort: largest first, first of equals first
+                int64_t best = -1;
+                for (int64_t s = 0; s < n; s++)
+                    if (!want[s] && (best < 0 || st_get(&file, published, i * T + s) > kth)) { best = s; kth = st_get(&file, published, i * T + s); }
+                want[best] = 1;
+            }
+            for (int64_t s = 0, j = 0; s < T; s++)
+                if (want[s]) wrong += y->sel[i * k + j++] != s;
+            for (int64_t j = taken; j < k; j++) wrong += y->sel[i * k + j] != -1;
+            for (int64_t s = 0; s < n; s++) {
+                if (want[s] == (st_get(&file, chosen, i * T + s) != 0)) continue;
+                if (st_get(&file, published, i * T + s) == kth) tied++;
+                else not_tied++;
+            }
+            free(want);
+        }
+    }
+    check(wrong == 0 && not_tied == 0, "%-62s %lld wrong, %lld of the published differ at a tie for rank k, %lld elsewhere", name, (long long)wrong, (long long)tied / 2, (long long)not_tied);
+    free(scores);
+    free(dots);
+    free(row);
+}
+
+static void whole_model(const Json *config) {
+    Config c;
+    Model m;
+    config_defaults(&c);
+    const Json *types = json_get(config, "indexer_types");
+    if (types && types->type == JSON_ARRAY) strcpy(c.model_type, "glm_moe_dsa");
+    config_read_arch(&c, config, "metadata");
+    config_check(&c);
+    model_build(&m, &c);
+    model_init_params(&m, 1);
+    memset(m.params, 0xff, (size_t)m.n_params * sizeof(real)); // NaN: a parameter left out would show
+    memset(param(&m, m.embed), 0, (size_t)m.tensors[m.embed].size * sizeof(real)); // the padding must be finite
+    memset(param(&m, m.head), 0, (size_t)m.tensors[m.head].size * sizeof(real));
+    load(&m);
+    activations_plan(&m, (int64_t)json_get(config, "B")->num, (int64_t)json_get(config, "T")->num, 1, 0);
+    const StTensor *x = st_find(&file, "in.tokens"), *y = st_find(&file, "in.targets");
+    for (int64_t i = 0; i < m.N; i++) {
+        m.tokens[i] = (int32_t)st_get(&file, x, i);
+        m.targets[i] = (int32_t)st_get(&file, y, i);
+    }
+    m.learning = 1;
+    m.loss_scale = m.kl_scale = 1.0 / (double)m.N;
+    m.all_logits = (real *)xalloc((size_t)(m.N * c.V) * sizeof(real));
+    m.fixed_selection = 1;
+    for (int64_t l = 0; l < c.L; l++)
+        if (is_sparse(m.layers[l].letter)) use_published_selection(&m, l);
+    model_forward(&m);
+    real loss = 0;
+    for (int64_t i = 0; i < m.N; i++) loss += (real)m.row_loss[i] / (real)m.N;
+    compare("out.logits", m.all_logits, m.N * c.V);
+    compare("out.loss", &loss, 1);
+    model_backward(&m);
+    for (int i = 0; i < m.n_tensors; i++) {
+        char name[128];
+        snprintf(name, sizeof name, "%s.%s", m.tensors[i].index ? "klgrad" : "grad", m.tensors[i].name);
+        compare(name, grad(&m, i), m.tensors[i].saved_rows * m.tensors[i].cols);
+    }
+    m.learning = 0;
+    for (int64_t l = 0; l < c.L; l++) {
+        if (!is_sparse(m.layers[l].letter)) continue;
+        char name[64];
+        real kl = 0;
+        memset(m.row_kl, 0, (size_t)m.N * sizeof(float));
+        sparse_attention_forward(&m, &m.layers[l]);
+        for (int64_t i = 0; i < m.N; i++) kl += (real)m.row_kl[i] / (real)m.N;
+        snprintf(name, sizeof name, "kl.%lld", (long long)l);
+        compare(name, &kl, 1);
+        compare_selection(&m, l);
+    }
+    free(m.all_logits);
+    model_free(&m);
+}
+
+int main(int argc, char **argv) {
+    char err[4096];
+    if (argc < 2) die("usage: test_oracle FILE...");
+    for (int i = 1; i < argc; i++) {
+        printf("# %s (%s, tolerance %.0e)\n", argv[i], sizeof(real) == 4 ? "float" : "double", TOLERANCE);
+        if (st_open(&file, argv[i], err, sizeof err)) die("%s", err);
+        const char *text = st_meta(&file, "config");
+        if (!text) die("%s: no metadata 'config'", argv[i]);
+        Json *config = json_parse(text, strlen(text), err, sizeof err);
+        if (!config) die("%s: metadata 'config': %s", argv[i], err);
+        whole_model(config);
+        json_free(config);
+        st_close(&file);
+    }
+    return check_summary();
+}
