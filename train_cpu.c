@@ -865,11 +865,14 @@ static void plan_print(const Model *m) {
 // scores are therefore the same bits wherever they are computed.
 
 #if defined(__AVX512F__)
-enum { VBYTES = 64, MR = 12 };
+#define VBYTES 64
+enum { MR = 12 };
 #elif defined(__AVX2__)
-enum { VBYTES = 32, MR = 6 };
+#define VBYTES 32
+enum { MR = 6 };
 #else
-enum { VBYTES = 16, MR = 6 };
+#define VBYTES 16
+enum { MR = 6 };
 #endif
 enum { NR = 2 * VBYTES / (int)sizeof(real), KC = 256, MC = 1536, NC = 2048, TILE_M = 4 * MR, TILE_N = 4 * NR };
 typedef real vreal __attribute__((vector_size(VBYTES), aligned(sizeof(real)), may_alias));
@@ -1179,22 +1182,30 @@ static inline uint64_t order_key(float score, int64_t s) {
     uint32_t bits;
     score += 0.0f; // -0 becomes +0
     memcpy(&bits, &score, 4);
-    bits = score != score ? 0xffffffffu : bits >> 31 ? ~bits : bits | 0x80000000u;
+    bits ^= (0u - (bits >> 31)) | 0x80000000u; // negative: all bits turned, positive: the sign alone
+    bits = score != score ? 0xffffffffu : bits;
     return (uint64_t)bits << 32 | (uint32_t)~(uint32_t)s;
 }
 static inline int64_t key_index(uint64_t key) { return (int64_t)(uint32_t)~(uint32_t)key; }
 static inline int key_is_nan(uint64_t key) { return key >> 32 == 0xffffffffu; }
 
-// The k-th largest of n distinct keys (1 <= k <= n): radix selection, one byte at a time from the top.
+// The k-th largest of n distinct keys (1 <= k <= n): radix selection from the highest
+// bit in which they differ, a byte at a time.
 static uint64_t kth_largest(const uint64_t *key, int64_t n, int64_t k) {
-    uint64_t prefix = 0, mask = 0;
-    for (int shift = 56; shift >= 0; shift -= 8) {
-        int64_t count[256] = {0};
-        for (int64_t i = 0; i < n; i++) count[key[i] >> shift & 255] += (key[i] & mask) == prefix;
-        int digit = 255;
+    uint64_t differ = 0;
+    for (int64_t i = 1; i < n; i++) differ |= key[i] ^ key[0];
+    int shift = 64; // bits above it are the same in all keys
+    while (shift > 0 && !(differ >> (shift - 1))) shift--;
+    uint64_t mask = shift == 64 ? 0 : ~(uint64_t)0 << shift, prefix = key[0] & mask;
+    while (shift > 0) {
+        int bits = shift < 8 ? shift : 8, digit = (1 << bits) - 1;
+        int32_t count[256] = {0};
+        shift -= bits;
+        for (int64_t i = 0; i < n; i++)
+            if ((key[i] & mask) == prefix) count[key[i] >> shift & (uint64_t)digit]++;
         while (count[digit] < k) k -= count[digit--];
+        mask = ~(uint64_t)0 << shift;
         prefix |= (uint64_t)digit << shift;
-        mask |= (uint64_t)255 << shift;
         if (count[digit] == k) break; // all of this bucket belong: its smallest key bounds them
     }
     return prefix;
@@ -1267,10 +1278,12 @@ static void select_hytopk(Model *m, Layer *l, int64_t b, int64_t t0, int64_t nq,
                 tau[q] = keep_largest(key, count[q], k);
                 count[q] = k;
             }
+            int64_t n = count[q];
             for (int64_t s = max64(lo, s0); s < min64(hi, s0 + ns); s++) {
-                uint64_t x = order_key(scores[q * ns + s - s0], s);
-                if (x > tau[q]) key[count[q]++] = x;
+                key[n] = order_key(scores[q * ns + s - s0], s);
+                n += key[n] > tau[q]; // no branch: about half of the first chunks pass
             }
+            count[q] = n;
         }
     }
     for (int64_t q = 0; q < nq; q++) {
@@ -1349,31 +1362,49 @@ static void select_forward(Model *m, Layer *l) {
 // the whole row and the value its first Dv floats. Dense attention is the same code with every visible candidate
 // in the list. Two primitives carry all of it: dot products of H vectors with the listed rows, and sums of scaled rows.
 
-// s[h*n + j] = a[h] . rows[pos[j]], over d floats
+// Sum of the lanes of a vector: halved down to 16 bytes, written out because compilers add lane after lane.
+static inline real lanes_sum(vreal v) {
+    typedef real v16 __attribute__((vector_size(16)));
+    union { vreal v; v16 part[VBYTES / 16]; } x;
+    union { v16 v; real f[16 / sizeof(real)]; } y;
+    x.v = v;
+#if VBYTES == 64
+    y.v = (x.part[0] + x.part[2]) + (x.part[1] + x.part[3]);
+#elif VBYTES == 32
+    y.v = x.part[0] + x.part[1];
+#else
+    y.v = x.part[0];
+#endif
+    return sizeof(real) == 8 ? y.f[0] + y.f[1] : (y.f[0] + y.f[1]) + (y.f[16 / sizeof(real) - 2] + y.f[16 / sizeof(real) - 1]);
+}
+
+// s[h*n + j] = a[h] . rows[pos[j]], over d floats. Four heads share the loads of a row.
 static void rows_dot(real *s, const real *a, int64_t H, int64_t lda, const real *rows, int64_t ldr, const int32_t *pos, int64_t n, int64_t d) {
+    enum { W = VBYTES / (int)sizeof(real) };
     for (int64_t j = 0; j < n; j++) {
         const real *r = rows + pos[j] * ldr;
-        int64_t h = 0;
-        for (; h + 4 <= H; h += 4) { // four heads share the loads of the row
-            const real *a0 = a + h * lda, *a1 = a0 + lda, *a2 = a1 + lda, *a3 = a2 + lda;
-            real s0 = 0, s1 = 0, s2 = 0, s3 = 0;
-            #pragma omp simd reduction(+ : s0, s1, s2, s3)
-            for (int64_t i = 0; i < d; i++) {
+        for (int64_t h = 0; h < H; h += 4) {
+            int64_t last = H - 1 - h, i = 0; // fewer than four heads left: the last one is computed again
+            const real *a0 = a + h * lda, *a1 = a0 + min64(1, last) * lda, *a2 = a0 + min64(2, last) * lda, *a3 = a0 + min64(3, last) * lda;
+            vreal v0 = {0}, v1 = {0}, v2 = {0}, v3 = {0};
+            for (; i + W <= d; i += W) {
+                vreal x = *(const vreal *)(r + i);
+                v0 += *(const vreal *)(a0 + i) * x;
+                v1 += *(const vreal *)(a1 + i) * x;
+                v2 += *(const vreal *)(a2 + i) * x;
+                v3 += *(const vreal *)(a3 + i) * x;
+            }
+            real s0 = lanes_sum(v0), s1 = lanes_sum(v1), s2 = lanes_sum(v2), s3 = lanes_sum(v3);
+            for (; i < d; i++) {
                 s0 += a0[i] * r[i];
                 s1 += a1[i] * r[i];
                 s2 += a2[i] * r[i];
                 s3 += a3[i] * r[i];
             }
             s[h * n + j] = s0;
-            s[(h + 1) * n + j] = s1;
-            s[(h + 2) * n + j] = s2;
-            s[(h + 3) * n + j] = s3;
-        }
-        for (; h < H; h++) {
-            real s0 = 0;
-            #pragma omp simd reduction(+ : s0)
-            for (int64_t i = 0; i < d; i++) s0 += a[h * lda + i] * r[i];
-            s[h * n + j] = s0;
+            if (last > 0) s[(h + 1) * n + j] = s1;
+            if (last > 1) s[(h + 2) * n + j] = s2;
+            if (last > 2) s[(h + 3) * n + j] = s3;
         }
     }
 }
