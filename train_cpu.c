@@ -26,6 +26,9 @@ Contents, in the order in which the data flows
   15  training loop        evaluation, probe, log, summary
   16  command line
 
+Layer letters (--layers): D S F multi-head latent attention (chosen by its indexer, chosen by the last D's, full),
+C H W window and compressed entries (C chosen, H all, W none), Q grouped-query attention over chosen blocks.
+
 Letters used throughout (as in llm.c):
   B batch, T sequence length, N = B*T rows, C channels, H heads, V vocabulary, Vp padded vocabulary,
   HI index heads, DI index head size, k selected candidates a query, R width of the shared KV row.
@@ -128,6 +131,14 @@ static int thread_id(void) {
 #endif
 }
 
+__attribute__((unused)) static int in_parallel(void) { // unused without OpenMP
+#ifdef _OPENMP
+    return omp_in_parallel();
+#else
+    return 1;
+#endif
+}
+
 static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
@@ -140,19 +151,20 @@ typedef struct {
     // the model (config.json keeps these under the same names, with _ for -)
     char model_type[256], layers[256], rope_type[256];
     int64_t C, L, H, q_lora, kv_lora, nope, rope, v_dim, F, HI, DI, topk, V;
-    double rms_eps, rope_theta, rope_factor, rope_beta_fast, rope_beta_slow, rope_mscale, rope_mscale_all;
+    int64_t head_dim, kv_heads, window, csa_ratio, hca_ratio, qsa_ratio, o_groups, o_lora;
+    double rms_eps, rope_theta, compress_theta, rope_factor, rope_beta_fast, rope_beta_slow, rope_mscale, rope_mscale_all;
     int64_t rope_original;
     // the run
     char preset[256], train[256], val[256], task[256], tokenizer[256], out[256], resume[256], generate[256], prompt[256];
     char selector[256], topk_method[256], index_target[256], schedule[256], recompute[256];
     int64_t T, B, accum, steps, warmup, warmup_dense, decay_steps, doc_mask, seed, threads;
-    int64_t eval_every, eval_batches, sample_every, sample_tokens, save_every, keep, probe, dry_run, replay;
+    int64_t eval_every, eval_batches, sample_every, sample_tokens, save_every, keep, probe, dry_run, replay, verify;
     double lr, index_lr_mult, min_lr, weight_decay, beta1, beta2, adam_eps, clip, kl_coef;
     int64_t top_k;
     double temperature, top_p;
 } Config;
 
-enum { ARCH = 1, PATH = 2 }; // ARCH: part of the model, must agree on resume. PATH: free text.
+enum { ARCH = 1, PATH = 2, NOT_MLA = 4 }; // ARCH: part of the model, must agree on resume. PATH: free text. NOT_MLA: of C H W Q only
 typedef struct {
     const char *name;
     char type; // i, d or s
@@ -166,9 +178,9 @@ typedef struct {
 
 #define F_(field) offsetof(Config, field)
 static const Option OPTIONS[] = {
-    {"preset", 's', F_(preset), "tiny", 0, 0, "tiny|copy|d12|d24|d48", 0, "sizes to start from; options given as well win"},
+    {"preset", 's', F_(preset), "tiny", 0, 0, "tiny|copy|glm|v4flash|qsa|d12|d24|d48", 0, "sizes to start from; options given as well win"},
     {"model-type", 's', F_(model_type), "deepseek_v32", 0, 0, "deepseek_v32|glm_moe_dsa", ARCH, "RoPE of the indexer: half-split (V3.2) or interleaved (GLM)"},
-    {"layers", 's', F_(layers), "D", 0, 0, NULL, ARCH, "pattern over depth: D learned sparse, S shares the last D's choice, F full"},
+    {"layers", 's', F_(layers), "D", 0, 0, NULL, ARCH, "pattern over depth of the letters D S F (MLA), C H W (compressed), Q (GQA): see the README"},
     {"num-hidden-layers", 'i', F_(L), "4", 1, 1000, NULL, ARCH, "number of blocks"},
     {"hidden-size", 'i', F_(C), "128", 1, 65536, NULL, ARCH, "channels of the residual stream, C"},
     {"num-attention-heads", 'i', F_(H), "4", 1, 1024, NULL, ARCH, "heads, H"},
@@ -177,18 +189,27 @@ static const Option OPTIONS[] = {
     {"qk-nope-head-dim", 'i', F_(nope), "32", 1, 4096, NULL, ARCH, "head size without RoPE"},
     {"qk-rope-head-dim", 'i', F_(rope), "16", 2, 4096, NULL, ARCH, "head size with RoPE (even)"},
     {"v-head-dim", 'i', F_(v_dim), "32", 1, 4096, NULL, ARCH, "value head size"},
+    {"head-dim", 'i', F_(head_dim), "32", 2, 4096, NULL, ARCH | NOT_MLA, "C H W Q: head size; C H W rotate the last --qk-rope-head-dim channels, Q the first"},
+    {"num-key-value-heads", 'i', F_(kv_heads), "2", 1, 1024, NULL, ARCH | NOT_MLA, "Q: key-value heads"},
+    {"sliding-window", 'i', F_(window), "32", 1, 1 << 30, NULL, ARCH | NOT_MLA, "C H W: tokens of the window, the query's own included"},
+    {"csa-ratio", 'i', F_(csa_ratio), "4", 1, 1 << 20, NULL, ARCH | NOT_MLA, "C: tokens of a compressed entry"},
+    {"hca-ratio", 'i', F_(hca_ratio), "32", 1, 1 << 20, NULL, ARCH | NOT_MLA, "H: tokens of a compressed entry"},
+    {"qsa-ratio", 'i', F_(qsa_ratio), "4", 1, 1 << 20, NULL, ARCH | NOT_MLA, "Q: tokens of a block"},
+    {"o-groups", 'i', F_(o_groups), "2", 1, 1024, NULL, ARCH | NOT_MLA, "C H W: groups of heads in the output projection"},
+    {"o-lora-rank", 'i', F_(o_lora), "64", 1, 65536, NULL, ARCH | NOT_MLA, "C H W: width of a group's output latent"},
+    {"compress-rope-theta", 'd', F_(compress_theta), "160000", 1.001, 1e12, NULL, ARCH | NOT_MLA, "C H: RoPE base"},
     {"intermediate-size", 'i', F_(F), "344", 1, 1 << 20, NULL, ARCH, "width of the MLP, F"},
     {"index-n-heads", 'i', F_(HI), "4", 1, 64, NULL, ARCH, "index heads, HI"},
     {"index-head-dim", 'i', F_(DI), "32", 2, 256, NULL, ARCH, "index head size, DI"},
-    {"index-topk", 'i', F_(topk), "64", 1, 1 << 20, NULL, ARCH, "candidates kept for each query, k"},
+    {"index-topk", 'i', F_(topk), "64", 1, 1 << 20, NULL, ARCH, "candidates kept for each query, k (D tokens, C entries, Q blocks)"},
     {"vocab-size", 'i', F_(V), "0", 0, 1 << 24, NULL, ARCH, "vocabulary; 0 takes it from the data"},
     {"rms-norm-eps", 'd', F_(rms_eps), "1e-6", 0, 1, NULL, ARCH, "epsilon of the block norms"},
-    {"rope-theta", 'd', F_(rope_theta), "10000", 1, 1e12, NULL, ARCH, "RoPE base"},
+    {"rope-theta", 'd', F_(rope_theta), "10000", 1.001, 1e12, NULL, ARCH, "RoPE base"},
     {"rope-type", 's', F_(rope_type), "default", 0, 0, "default|yarn", ARCH, "RoPE frequencies: plain or YaRN"},
     {"rope-factor", 'd', F_(rope_factor), "40", 1, 1e6, NULL, ARCH, "YaRN: context extension factor"},
     {"rope-original", 'i', F_(rope_original), "4096", 1, 1 << 30, NULL, ARCH, "YaRN: original context"},
-    {"rope-beta-fast", 'd', F_(rope_beta_fast), "32", 0, 1e6, NULL, ARCH, "YaRN: beta_fast"},
-    {"rope-beta-slow", 'd', F_(rope_beta_slow), "1", 0, 1e6, NULL, ARCH, "YaRN: beta_slow"},
+    {"rope-beta-fast", 'd', F_(rope_beta_fast), "32", 0.001, 1e6, NULL, ARCH, "YaRN: beta_fast"},
+    {"rope-beta-slow", 'd', F_(rope_beta_slow), "1", 0.001, 1e6, NULL, ARCH, "YaRN: beta_slow"},
     {"rope-mscale", 'd', F_(rope_mscale), "1", 0, 100, NULL, ARCH, "YaRN: mscale"},
     {"rope-mscale-all-dim", 'd', F_(rope_mscale_all), "1", 0, 100, NULL, ARCH, "YaRN: mscale_all_dim"},
     {"train", 's', F_(train), "data/austen", 0, 0, NULL, PATH, "training text: files, folders, globs, comma-separated; llm.c .bin shards"},
@@ -234,6 +255,7 @@ static const Option OPTIONS[] = {
     {"keep", 'i', F_(keep), "3", 1, 1 << 20, NULL, 0, "newest checkpoints kept"},
     {"resume", 's', F_(resume), "", 0, 0, NULL, PATH, "auto (newest valid one in --out) or a checkpoint folder"},
     {"generate", 's', F_(generate), "", 0, 0, NULL, PATH, "print text from this checkpoint folder and stop"},
+    {"verify", 'i', F_(verify), "0", 0, 1, NULL, 0, "CUDA trainer: compare one step with the CPU reference, and stop"},
     {"dry-run", 'i', F_(dry_run), "0", 0, 1, NULL, 0, "print the configuration and the memory plan, and stop"},
 };
 enum { N_OPTIONS = sizeof(OPTIONS) / sizeof(OPTIONS[0]) };
@@ -243,6 +265,10 @@ static const Preset PRESETS[] = {
     {"tiny", ""}, // the defaults of the table: about 1M parameters
     {"copy", "task=copy num-hidden-layers=2 hidden-size=64 q-lora-rank=64 intermediate-size=128 index-topk=16 seq-len=256 batch-size=16 "
              "steps=1200 lr=3e-3 warmup=50 warmup-dense=500 eval-every=100 eval-batches=4 sample-every=0 weight-decay=0"},
+    {"glm", "layers=DSSS num-hidden-layers=8 model-type=glm_moe_dsa index-n-heads=4"}, // GLM-5.2: one indexer for four layers
+    {"v4flash", "layers=WWCHCHCH num-hidden-layers=8 num-attention-heads=4 q-lora-rank=64 head-dim=64 qk-rope-head-dim=8 o-groups=2 o-lora-rank=64 index-topk=32 "
+                "index-n-heads=4 index-head-dim=32"}, // DeepSeek-V4-Flash: two windows, then CSA and HCA in turn
+    {"qsa", "layers=Q num-attention-heads=6 num-key-value-heads=1 head-dim=32 qk-rope-head-dim=8 index-topk=16 index-n-heads=4 index-head-dim=32"},
     {"d12", "num-hidden-layers=12 hidden-size=768 num-attention-heads=12 q-lora-rank=384 kv-lora-rank=256 qk-nope-head-dim=64 qk-rope-head-dim=32 "
             "v-head-dim=64 intermediate-size=2560 index-n-heads=8 index-head-dim=64 index-topk=1024 seq-len=8192 batch-size=1 lr=6e-4"},
     {"d24", "num-hidden-layers=24 hidden-size=1024 num-attention-heads=16 q-lora-rank=512 kv-lora-rank=256 qk-nope-head-dim=64 qk-rope-head-dim=64 "
@@ -261,8 +287,8 @@ static void config_set(Config *c, const char *name, const char *value, const cha
     if (o->type == 's') {
         if (strlen(value) >= 256) die("%s: --%s takes at most 255 characters, got %zu", where, name, strlen(value));
         if (o->choices) {
-            size_t n = strlen(value);
-            const char *p = o->choices;
+            size_t n = strcspn(value, "|");
+            const char *p = value[n] ? NULL : o->choices; // a value with a | in it is none of them
             int found = 0;
             while (p) {
                 found |= !strncmp(p, value, n) && n && (p[n] == '|' || !p[n]);
@@ -271,6 +297,8 @@ static void config_set(Config *c, const char *name, const char *value, const cha
             }
             if (!found) die("%s: --%s takes one of %s, got '%s'", where, name, o->choices, value);
         }
+        for (size_t i = 0, n = strlen(value), step; i < n; i += step) // checkpoints and logs are JSON
+            if (!(step = (size_t)json_utf8_length(value + i, n - i))) die("%s: --%s takes UTF-8 text, got an invalid byte 0x%02x at offset %zu", where, name, (unsigned char)value[i], i);
         strcpy(field, value);
         return;
     }
@@ -287,12 +315,14 @@ static const char *config_text(const Config *c, const Option *o, char buf[300]) 
     const char *field = (const char *)c + o->offset;
     if (o->type == 's') snprintf(buf, 300, "%s", field);
     else if (o->type == 'i') snprintf(buf, 300, "%lld", (long long)*(const int64_t *)field);
-    else snprintf(buf, 300, "%.17g", *(const double *)field);
-    if (o->type == 'd') { // the shortest text that reads back as the same number
-        for (int p = 1; p < 17; p++) {
-            snprintf(buf, 300, "%.*g", p, *(const double *)field);
-            if (strtod(buf, NULL) == *(const double *)field) break;
+    else {
+        double d = *(const double *)field; // the shortest text that reads back as the same number
+        int whole = d == floor(d) && fabs(d) < 1e9;
+        for (int p = 1; p <= 17 && !whole; p++) {
+            snprintf(buf, 300, "%.*g", p, d);
+            if (strtod(buf, NULL) == d) break;
         }
+        if (whole) snprintf(buf, 300, "%.0f", d);
     }
     return buf;
 }
@@ -317,14 +347,16 @@ static void config_preset(Config *c, const char *name) {
     config_set(c, "preset", name, "command line");
 }
 
-static int is_sparse(char letter) { return letter == 'D'; }                       // has an indexer of its own
+static int is_sparse(char letter) { return letter == 'D' || letter == 'C' || letter == 'Q'; } // has an indexer of its own
+static int is_mla(char letter) { return letter == 'D' || letter == 'S' || letter == 'F'; }
+static int is_v4(char letter) { return letter == 'C' || letter == 'H' || letter == 'W'; }
 static char layer_letter(const Config *c, int64_t l) { return c->layers[l % (int64_t)strlen(c->layers)]; }
 
 // Whatever one option cannot say about another. Stops with one line.
 static void config_check(const Config *c) {
-    if (!c->layers[0]) die("--layers takes a pattern of the letters D, S, F, got an empty one");
+    if (!c->layers[0]) die("--layers takes a pattern of the letters D, S, F, C, H, W, Q, got an empty one");
     for (const char *p = c->layers; *p; p++)
-        if (!strchr("DSF", *p)) die("--layers takes a pattern of the letters D, S, F, got '%s'", c->layers);
+        if (!strchr("DSFCHWQ", *p)) die("--layers takes a pattern of the letters D, S, F, C, H, W, Q, got '%s'", c->layers);
     int seen = 0;
     for (int64_t l = 0; l < c->L; l++) {
         seen |= layer_letter(c, l) == 'D';
@@ -332,6 +364,12 @@ static void config_check(const Config *c) {
     }
     if (c->rope % 2) die("--qk-rope-head-dim must be even, got %lld", (long long)c->rope);
     if (c->DI < c->rope) die("--index-head-dim (%lld) must be at least --qk-rope-head-dim (%lld): the indexer rotates that many of its channels", (long long)c->DI, (long long)c->rope);
+    for (int64_t l = 0; l < c->L; l++) {
+        char letter = layer_letter(c, l);
+        if (!is_mla(letter) && c->head_dim < c->rope) die("--head-dim (%lld) must be at least --qk-rope-head-dim (%lld)", (long long)c->head_dim, (long long)c->rope);
+        if (is_v4(letter) && c->H % c->o_groups) die("--num-attention-heads (%lld) must be a multiple of --o-groups (%lld)", (long long)c->H, (long long)c->o_groups);
+        if (letter == 'Q' && c->H % c->kv_heads) die("--num-attention-heads (%lld) must be a multiple of --num-key-value-heads (%lld)", (long long)c->H, (long long)c->kv_heads);
+    }
     if (!strcmp(c->task, "copy") && c->T % 2) die("--task copy needs an even --seq-len, got %lld", (long long)c->T);
     if (c->decay_steps > c->steps) die("--decay-steps (%lld) must not exceed --steps (%lld)", (long long)c->decay_steps, (long long)c->steps);
 }
@@ -383,12 +421,14 @@ static void config_parse(Config *c, int argc, char **argv) {
 // Write the model's options as members of a JSON object, names as in the published config.json.
 static void config_write_arch(FILE *f, const Config *c) {
     char v[300], key[64];
+    int others = 0; // a published MLA configuration must not meet keys that mean something else to its readers
+    for (int64_t l = 0; l < c->L; l++) others |= !is_mla(layer_letter(c, l));
     for (int i = 0; i < N_OPTIONS; i++) {
-        if (!(OPTIONS[i].flags & ARCH)) continue;
+        if (!(OPTIONS[i].flags & ARCH) || (!others && OPTIONS[i].flags & NOT_MLA)) continue;
         snprintf(key, sizeof key, "%s", OPTIONS[i].name);
         for (char *p = key; *p; p++) if (*p == '-') *p = '_';
         if (!strncmp(key, "rope_", 5) || !strcmp(key, "model_type")) continue; // written by the caller, in the published form
-        if (!strcmp(key, "layers")) strcpy(key, "hyscale_layers");
+        if (!strcmp(key, "layers")) strcpy(key, "hyscale_layers"); // not a key of the published configurations
         config_text(c, &OPTIONS[i], v);
         fprintf(f, "  \"%s\": ", key);
         if (OPTIONS[i].type == 's') json_write_string(f, v);
@@ -413,6 +453,7 @@ static void config_read_arch(Config *c, const Json *j, const char *where) {
         for (size_t r = 0; rope && r < sizeof rope_keys / sizeof rope_keys[0]; r++)
             if (!strcmp(o->name, rope_keys[r][0]) && json_get(rope, rope_keys[r][1])) x = json_get(rope, rope_keys[r][1]);
         if (!x || x->type == JSON_NULL) continue;
+        if (!strcmp(key, "model_type") && json_get(j, "hyscale_model_type")) x = json_get(j, "hyscale_model_type");
         if (!strcmp(key, "model_type") && strcmp(x->str ? x->str : "", "glm_moe_dsa")) { strcpy(c->model_type, "deepseek_v32"); continue; }
         if (x->type == JSON_STRING) config_set(c, o->name, x->str, where);
         else if (x->type == JSON_NUMBER) { snprintf(v, sizeof v, "%.17g", x->num); config_set(c, o->name, v, where); }
@@ -516,32 +557,45 @@ typedef struct {
     double init;    // > 0: normal with this deviation; 0: zeros; < 0: ones
 } Tensor;
 
-// One attention layer's handles and buffers. Everything a letter needs stands here; rows are (b, t).
+// One attention layer's handles and buffers. Everything a letter needs stands here; rows are (b, t). A letter differs
+// in how queries, KV rows, index queries and index keys are made; what a candidate is, is the geometry below.
 typedef struct {
     char letter;
     int source;                  // the layer whose selection and indexer this one uses; -1: none
     int all;                     // attends to every visible candidate: nothing is selected
     // parameters, as indices into the table; -1 where the letter has none
     int input_norm, post_norm, gate, up, down;
-    int q_a, q_a_norm, q_b, kv_a, kv_a_norm, kv_b, o;
-    int iq, ik, ik_norm, ik_bias, iw;
+    int q_a, q_a_norm, q_b, kv_a, kv_a_norm, kv_b, o;      // MLA; C H W: kv_a is kv_proj, o is o_b_proj
+    int iq, ik, ik_norm, ik_bias, iw;                      // indexer; Q: iq is the joint projection, ik_bias the query norm
+    int o_a, sinks, comp_kv, comp_gate, comp_bias, comp_norm, icomp_gate, icomp_bias; // C H W; icomp: the indexer's compressor
+    int q_proj, k_proj, v_proj, q_norm, k_norm;            // Q
     // geometry of the attention core
-    int64_t Dk, Dv, R, r;        // key and value sizes, floats of a KV row, tokens of a candidate
+    int64_t G, Dk, Dv, R;        // key-value heads, key and value sizes, floats of a KV row
+    int64_t v_off;               // where the values start in a row (keys start at 0)
+    int64_t r;                   // tokens of a candidate
+    double scale;                // of the attention logits
+    int64_t n_cand, n_rows;      // candidates and KV rows of a sequence: its tokens, then its compressed entries (C H)
+    int64_t n_q, n_att;          // widths of the query projection and of the input to the output projection
+    const real *cos_sin;         // the RoPE table of its base
     // kept from forward to backward, or as a cache while generating
     real *x;                     // (N, C) layer input
-    real *rows;                  // (N, R) shared KV row of each token: latent | rotated key
-    real *k_index;               // (N, DI) index keys
+    real *rows;                  // (B, n_rows, R) KV rows. MLA: latent | rotated key. C H W: key = value. Q: keys | values
+    real *k_index;               // (B, n_cand, DI) index keys
     int32_t *sel;                // (N, k) chosen candidates, ascending, -1 behind the last
-    real *lse;                   // (N, H) log of the softmax denominator
     real *q_index, *w_index;     // (N, HI, DI) index queries, (N, HI) head weights, scales included
+    real *comp, *icomp;          // C H: (N, 2, width) values and gates before pooling; Q: icomp (N, HI + 1, DI) raw index projections
     // recomputable from x
+    real *lse;                   // (N, H) log of the softmax denominator
     real *xn, *rstd;             // (N, C) normed input, (N)
     real *qa, *qr, *rstd_q;      // (N, q_lora) query latent before and after its norm, (N)
-    real *q;                     // (N, H, nope + rope)
-    real *kva, *rstd_kv;         // (N, kv_lora + rope) before the norm, (N)
-    real *qrow;                  // (N, H, Dk) absorbed queries
-    real *oc, *att;              // (N, H, Dv) sums of latents, (N, H, v) values
-    real *ika, *mean_k, *rstd_k; // (N, DI) index keys before their LayerNorm, (N), (N)
+    real *q, *rstd_h;            // (N, n_q) query projection, (N, H) of its norm by head
+    real *kva, *rstd_kv;         // (N, R) or (N, G*D) key-value projection before the norm, (N, G)
+    real *qrow;                  // (N, H, Dk) queries as the core takes them
+    real *oc, *att;              // (N, H, Dv) sums of values, (N, n_att) input of the output projection
+    real *oa;                    // (N, o_groups * o_lora) C H W
+    real *ent, *rstd_e;          // (B, n_cand, D) entries before their norm, (B, n_cand)
+    real *ika, *mean_k, *rstd_k; // (B, n_cand, DI) index keys before their norm, (B, n_cand) each
+    real *rstd_iq;               // (N, HI) Q: of the index queries' norm
     real *x2, *xn2, *rstd2;      // (N, C) after attention, normed, (N)
     real *g, *u, *act;           // (N, F) gate, up, silu(gate) * up
 } Layer;
@@ -570,19 +624,20 @@ typedef struct {
     // buffers that belong to no layer
     int32_t *tokens, *targets;    // (N)
     int32_t *doc;                 // (N) first position of the row's document
-    real *cos_sin;                // (T, rope/2, 2)
-    double attn_scale;
+    real *cos_sin, *cos_sin_c;    // (T, rope/2, 2) RoPE of rope_theta, of compress_rope_theta
     real *xf, *rstd_f, *y;        // (N, C) final normed, (N), (N, C) branch output
     real *logits, *all_logits;    // (chunk, Vp); (N, V) when a test asks for them, else NULL
     float *row_loss, *row_kl;     // (N)
     int32_t *row_hit;             // (N) 1 where the likeliest token is the target
     real *last_x;                 // (N, C) output of the last block
     // backward
-    real *dx, *dxn, *d_att, *d_oc, *d_qrow, *d_rows, *d_q, *d_qr, *d_kva, *d_act, *d_g, *d_u;
-    real *d_qi, *d_wi, *d_ki, *d_ki2; // (N, HI, DI), (N, HI), (N, DI) twice: before and after the LayerNorm
-    real *lane_rows, *lane_ki;    // (LANES, T, R), (LANES, T, DI) partial sums, see section 9
+    real *dx, *dxn, *d_att, *d_oa, *d_oc, *d_qrow, *d_rows, *d_q, *d_qr, *d_kva, *d_act, *d_g, *d_u;
+    real *d_qi, *d_wi, *d_ki, *d_ki2; // (N, HI, DI), (N, HI), (B, n_cand, DI) twice: after and before their norm
+    real *d_comp, *d_ent, *d_sink; // as comp, ent; (N, H)
+    real *lane_rows, *lane_ki;    // (LANES, n_rows, R), (LANES, n_cand, DI) partial sums, see section 9
     char *scratch;                // (threads, scratch_bytes)
     size_t scratch_bytes;
+    int lanes;                    // accumulators of the backward pass (section 9); 0: the CUDA trainer has none
     int learning;                 // this forward pass will be followed by backward
     double loss_scale, kl_scale;  // 1 / targets of the whole step, kl_coef / queries of the whole step
     Probe probe;
@@ -615,6 +670,93 @@ static int tensor_add(Model *m, int64_t rows, int64_t cols, double init, int ind
 static real *param(const Model *m, int i) { return m->params + m->tensors[i].offset; }
 static real *grad(const Model *m, int i) { return m->grads + m->tensors[i].offset; }
 
+// MLA layers: parameters and geometry. One KV row [latent | rotated key] serves all heads.
+static void mla_build(Model *m, Layer *l, int n, double std, double out) {
+    const Config *c = &m->c;
+    l->G = l->r = 1;
+    l->Dk = l->R = c->kv_lora + c->rope;
+    l->Dv = c->kv_lora;
+    double mscale = !strcmp(c->rope_type, "yarn") && c->rope_factor > 1 ? 0.1 * c->rope_mscale_all * log(c->rope_factor) + 1 : 1;
+    l->scale = pow((double)(c->nope + c->rope), -0.5) * mscale * mscale; // YaRN sharpens the softmax
+    l->n_q = c->H * (c->nope + c->rope);
+    l->n_att = c->H * c->v_dim;
+    l->q_a = tensor_add(m, c->q_lora, c->C, std, 0, "model.layers.%d.self_attn.q_a_proj.weight", n);
+    l->q_a_norm = tensor_add(m, 0, c->q_lora, -1, 0, "model.layers.%d.self_attn.q_a_layernorm.weight", n);
+    l->q_b = tensor_add(m, l->n_q, c->q_lora, std, 0, "model.layers.%d.self_attn.q_b_proj.weight", n);
+    l->kv_a = tensor_add(m, l->R, c->C, std, 0, "model.layers.%d.self_attn.kv_a_proj_with_mqa.weight", n);
+    l->kv_a_norm = tensor_add(m, 0, c->kv_lora, -1, 0, "model.layers.%d.self_attn.kv_a_layernorm.weight", n);
+    l->kv_b = tensor_add(m, c->H * (c->nope + c->v_dim), c->kv_lora, std, 0, "model.layers.%d.self_attn.kv_b_proj.weight", n);
+    l->o = tensor_add(m, c->C, l->n_att, out, 0, "model.layers.%d.self_attn.o_proj.weight", n);
+    if (!is_sparse(l->letter)) return;
+    l->iq = tensor_add(m, c->HI * c->DI, c->q_lora, std, 1, "model.layers.%d.self_attn.indexer.wq_b.weight", n);
+    l->ik = tensor_add(m, c->DI, c->C, std, 1, "model.layers.%d.self_attn.indexer.wk.weight", n);
+    l->ik_norm = tensor_add(m, 0, c->DI, -1, 1, "model.layers.%d.self_attn.indexer.k_norm.weight", n);
+    l->ik_bias = tensor_add(m, 0, c->DI, 0, 1, "model.layers.%d.self_attn.indexer.k_norm.bias", n);
+    l->iw = tensor_add(m, c->HI, c->C, std, 1, "model.layers.%d.self_attn.indexer.weights_proj.weight", n);
+}
+
+// C, H and W layers: a sliding window of tokens with a sink, and compressed entries behind the tokens (C: chosen,
+// H: all, W: none). A row is key and value at once.
+static void v4_build(Model *m, Layer *l, int n, double std, double out) {
+    const Config *c = &m->c;
+    const char *p = "model.layers.%d.self_attn.";
+    int64_t D = c->head_dim, wide = l->letter == 'C' ? 2 : 1; // CSA entries overlap: each token serves two
+    char f[96];
+    l->G = 1;
+    l->r = l->letter == 'C' ? c->csa_ratio : l->letter == 'H' ? c->hca_ratio : 0;
+    l->Dk = l->Dv = l->R = D;
+    l->scale = pow((double)D, -0.5);
+    l->n_q = l->n_att = c->H * D;
+#define NAME(suffix) (snprintf(f, sizeof f, "%s%s", p, suffix), f)
+    l->q_a = tensor_add(m, c->q_lora, c->C, std, 0, NAME("q_a_proj.weight"), n);
+    l->q_a_norm = tensor_add(m, 0, c->q_lora, -1, 0, NAME("q_a_norm.weight"), n);
+    l->q_b = tensor_add(m, l->n_q, c->q_lora, std, 0, NAME("q_b_proj.weight"), n);
+    l->kv_a = tensor_add(m, D, c->C, std, 0, NAME("kv_proj.weight"), n);
+    l->kv_a_norm = tensor_add(m, 0, D, -1, 0, NAME("kv_norm.weight"), n);
+    l->o_a = tensor_add(m, c->o_groups * c->o_lora, l->n_att / c->o_groups, std, 0, NAME("o_a_proj.weight"), n);
+    l->o = tensor_add(m, c->C, c->o_groups * c->o_lora, out, 0, NAME("o_b_proj.weight"), n);
+    l->sinks = tensor_add(m, 0, c->H, 0, 0, NAME("sinks"), n);
+    if (l->letter == 'W') return;
+    l->comp_kv = tensor_add(m, wide * D, c->C, std, 0, NAME("compressor.kv_proj.weight"), n);
+    l->comp_gate = tensor_add(m, wide * D, c->C, std, 0, NAME("compressor.gate_proj.weight"), n);
+    l->comp_bias = tensor_add(m, l->r, wide * D, 0, 0, NAME("compressor.position_bias"), n);
+    l->comp_norm = tensor_add(m, 0, D, -1, 0, NAME("compressor.kv_norm.weight"), n);
+    m->tensors[l->comp_bias].decay = 0;
+    if (l->letter == 'H') return;
+    l->iq = tensor_add(m, c->HI * c->DI, c->q_lora, std, 1, NAME("compressor.indexer.q_b_proj.weight"), n);
+    l->ik = tensor_add(m, 2 * c->DI, c->C, std, 1, NAME("compressor.indexer.kv_proj.weight"), n);
+    l->icomp_gate = tensor_add(m, 2 * c->DI, c->C, std, 1, NAME("compressor.indexer.gate_proj.weight"), n);
+    l->icomp_bias = tensor_add(m, l->r, 2 * c->DI, 0, 1, NAME("compressor.indexer.position_bias"), n);
+    l->ik_norm = tensor_add(m, 0, c->DI, -1, 1, NAME("compressor.indexer.kv_norm.weight"), n);
+    m->tensors[l->icomp_bias].decay = 0;
+    l->iw = tensor_add(m, c->HI, c->C, std, 1, NAME("compressor.indexer.scorer.weights_proj.weight"), n);
+#undef NAME
+}
+
+// Q layers: grouped-query attention with gated output; a candidate is a block of tokens. Norm weights are stored as w
+// and applied as 1 + w.
+static void qsa_build(Model *m, Layer *l, int n, double std, double out) {
+    const Config *c = &m->c;
+    int64_t D = c->head_dim;
+    l->G = c->kv_heads;
+    l->r = c->qsa_ratio;
+    l->Dk = l->Dv = D;
+    l->scale = pow((double)D, -0.5);
+    l->v_off = l->G * D;
+    l->R = 2 * l->G * D;
+    l->n_q = c->H * 2 * D; // per head: query, gate
+    l->n_att = c->H * D;
+    l->q_proj = tensor_add(m, l->n_q, c->C, std, 0, "model.layers.%d.self_attn.q_proj.weight", n);
+    l->k_proj = tensor_add(m, l->G * D, c->C, std, 0, "model.layers.%d.self_attn.k_proj.weight", n);
+    l->v_proj = tensor_add(m, l->G * D, c->C, std, 0, "model.layers.%d.self_attn.v_proj.weight", n);
+    l->o = tensor_add(m, c->C, l->n_att, out, 0, "model.layers.%d.self_attn.o_proj.weight", n);
+    l->q_norm = tensor_add(m, 0, D, 0, 0, "model.layers.%d.self_attn.q_norm.weight", n);
+    l->k_norm = tensor_add(m, 0, D, 0, 0, "model.layers.%d.self_attn.k_norm.weight", n);
+    l->iq = tensor_add(m, (c->HI + 1) * c->DI, c->C, std, 1, "model.layers.%d.self_attn.indexer.index_qk_proj.weight", n);
+    l->ik_bias = tensor_add(m, 0, c->DI, 0, 1, "model.layers.%d.self_attn.indexer.q_layernorm.weight", n);
+    l->ik_norm = tensor_add(m, 0, c->DI, 0, 1, "model.layers.%d.self_attn.indexer.k_layernorm.weight", n);
+}
+
 // Build the table of tensors and the layers from the configuration. Projections that write into the residual
 // stream start smaller by sqrt(2L) (GPT-2), so that its variance does not grow with depth.
 static void model_build(Model *m, const Config *c) {
@@ -622,8 +764,6 @@ static void model_build(Model *m, const Config *c) {
     m->c = *c;
     m->eot = -1;
     m->Vp = (c->V + 63) / 64 * 64;
-    double mscale = !strcmp(c->rope_type, "yarn") && c->rope_factor > 1 ? 0.1 * c->rope_mscale_all * log(c->rope_factor) + 1 : 1;
-    m->attn_scale = pow((double)(c->nope + c->rope), -0.5) * mscale * mscale; // YaRN sharpens the softmax
     m->layers = (Layer *)xalloc((size_t)c->L * sizeof(Layer));
     double std = 0.02, out = 0.02 / sqrt(2.0 * (double)c->L);
     int source = -1;
@@ -631,29 +771,15 @@ static void model_build(Model *m, const Config *c) {
     for (int64_t i = 0; i < c->L; i++) {
         Layer *l = &m->layers[i];
         int n = (int)i;
-        memset(l, 0xff, offsetof(Layer, Dk)); // handles: -1
+        memset(l, 0xff, offsetof(Layer, G)); // handles: -1
         l->letter = layer_letter(c, i);
-        if (is_sparse(l->letter)) source = n;
-        l->source = l->letter == 'F' ? -1 : source;
-        l->all = l->letter == 'F';
-        l->Dk = l->R = c->kv_lora + c->rope;
-        l->Dv = c->kv_lora;
-        l->r = 1;
+        if (l->letter == 'D') source = n;
+        l->source = is_sparse(l->letter) ? n : l->letter == 'S' ? source : -1;
+        l->all = !is_sparse(l->letter) && l->letter != 'S';
         l->input_norm = tensor_add(m, 0, c->C, -1, 0, "model.layers.%d.input_layernorm.weight", n);
-        l->q_a = tensor_add(m, c->q_lora, c->C, std, 0, "model.layers.%d.self_attn.q_a_proj.weight", n);
-        l->q_a_norm = tensor_add(m, 0, c->q_lora, -1, 0, "model.layers.%d.self_attn.q_a_layernorm.weight", n);
-        l->q_b = tensor_add(m, c->H * (c->nope + c->rope), c->q_lora, std, 0, "model.layers.%d.self_attn.q_b_proj.weight", n);
-        l->kv_a = tensor_add(m, c->kv_lora + c->rope, c->C, std, 0, "model.layers.%d.self_attn.kv_a_proj_with_mqa.weight", n);
-        l->kv_a_norm = tensor_add(m, 0, c->kv_lora, -1, 0, "model.layers.%d.self_attn.kv_a_layernorm.weight", n);
-        l->kv_b = tensor_add(m, c->H * (c->nope + c->v_dim), c->kv_lora, std, 0, "model.layers.%d.self_attn.kv_b_proj.weight", n);
-        l->o = tensor_add(m, c->C, c->H * c->v_dim, out, 0, "model.layers.%d.self_attn.o_proj.weight", n);
-        if (is_sparse(l->letter)) {
-            l->iq = tensor_add(m, c->HI * c->DI, c->q_lora, std, 1, "model.layers.%d.self_attn.indexer.wq_b.weight", n);
-            l->ik = tensor_add(m, c->DI, c->C, std, 1, "model.layers.%d.self_attn.indexer.wk.weight", n);
-            l->ik_norm = tensor_add(m, 0, c->DI, -1, 1, "model.layers.%d.self_attn.indexer.k_norm.weight", n);
-            l->ik_bias = tensor_add(m, 0, c->DI, 0, 1, "model.layers.%d.self_attn.indexer.k_norm.bias", n);
-            l->iw = tensor_add(m, c->HI, c->C, std, 1, "model.layers.%d.self_attn.indexer.weights_proj.weight", n);
-        }
+        if (is_mla(l->letter)) mla_build(m, l, n, std, out);
+        else if (is_v4(l->letter)) v4_build(m, l, n, std, out);
+        else qsa_build(m, l, n, std, out);
         l->post_norm = tensor_add(m, 0, c->C, -1, 0, "model.layers.%d.post_attention_layernorm.weight", n);
         l->gate = tensor_add(m, c->F, c->C, std, 0, "model.layers.%d.mlp.gate_proj.weight", n);
         l->up = tensor_add(m, c->F, c->C, std, 0, "model.layers.%d.mlp.up_proj.weight", n);
@@ -719,47 +845,68 @@ enum { LANES = 8, SCORE_ROWS = 256, SCORE_KEYS = 256, CLASSIFIER_ROWS = 256 };
 // Queries that one thread scores together: about SCORE_ROWS rows of (query, head).
 static int64_t score_queries(const Config *c) { return max64(1, SCORE_ROWS / c->HI); }
 
-// Buffers that outlast the layer: its input and its selection; caches while generating; index queries when other
-// layers' attention will still teach this layer's indexer.
+// Width of a token's compressor projections: values, then gates. C entries overlap, so their halves serve two entries.
+static int64_t comp_width(const Layer *l, int64_t d) { return 2 * (l->letter == 'C' ? 2 : 1) * d; }
+
+// What a layer's keys are made of: recomputable in training, caches while generating.
+static void plan_layer_keys(Model *m, Layer *l, Arena *a, const char *name) {
+    const Config *c = &m->c;
+    l->rows = plan_real(a, name, m->B * l->n_rows * l->R);
+    if (l->letter == 'C' || l->letter == 'H') l->comp = plan_real(a, name, m->N * comp_width(l, c->head_dim));
+    if (l->letter == 'C') l->icomp = plan_real(a, name, m->N * comp_width(l, c->DI));
+    if (l->letter == 'Q') l->icomp = plan_real(a, name, m->N * (c->HI + 1) * c->DI);
+}
+
+static void plan_layer_index(Model *m, Layer *l, Arena *a, const char *name) {
+    const Config *c = &m->c;
+    l->k_index = plan_real(a, name, m->B * l->n_cand * c->DI);
+    l->q_index = plan_real(a, name, m->N * c->HI * c->DI);
+    l->w_index = plan_real(a, name, m->N * c->HI);
+}
+
+// Buffers that outlast the layer: its input and its selection; caches while generating; index queries and keys when
+// other layers' attention will still teach this layer's indexer.
 static void plan_layer_kept(Model *m, Layer *l, Arena *a) {
     const Config *c = &m->c;
+    l->n_cand = l->r ? m->T / l->r : 0;
+    l->n_rows = m->T + (is_v4(l->letter) ? l->n_cand : 0);
+    l->cos_sin = l->letter == 'C' || l->letter == 'H' ? m->cos_sin_c : m->cos_sin;
     l->x = plan_real(a, "layer inputs", m->N * c->C);
     if (is_sparse(l->letter)) l->sel = plan_int(a, "selections", m->N * c->topk);
-    if (!m->training) l->rows = plan_real(a, "KV rows (cache)", m->N * l->R);
-    if (is_sparse(l->letter) && (!m->training || !strcmp(c->index_target, "served"))) {
-        l->k_index = plan_real(a, "index keys (cache)", m->N * c->DI);
-        l->q_index = plan_real(a, "index queries", m->N * c->HI * c->DI);
-        l->w_index = plan_real(a, "index queries", m->N * c->HI);
-    }
+    if (!m->training) plan_layer_keys(m, l, a, "KV rows (cache)");
+    if (is_sparse(l->letter) && (!m->training || !strcmp(c->index_target, "served"))) plan_layer_index(m, l, a, "index queries and keys");
 }
 
 // Everything else of a layer.
 static void plan_layer_scratch(Model *m, Layer *l, Arena *a) {
     const Config *c = &m->c;
-    int64_t N = m->N;
+    int64_t N = m->N, H = c->H;
     const char *name = "layer activations";
     l->xn = plan_real(a, name, N * c->C);
     l->rstd = plan_real(a, name, N);
     l->qa = plan_real(a, name, N * c->q_lora);
     l->qr = plan_real(a, name, N * c->q_lora);
     l->rstd_q = plan_real(a, name, N);
-    l->q = plan_real(a, name, N * c->H * (c->nope + c->rope));
+    l->q = plan_real(a, name, N * l->n_q);
+    l->rstd_h = plan_real(a, name, N * H);
     l->kva = plan_real(a, name, N * l->R);
-    l->rstd_kv = plan_real(a, name, N);
-    l->qrow = plan_real(a, name, N * c->H * l->Dk);
-    l->oc = plan_real(a, name, N * c->H * l->Dv);
-    l->att = plan_real(a, name, N * c->H * c->v_dim);
-    l->lse = plan_real(a, name, N * c->H);
-    if (m->training) l->rows = plan_real(a, name, N * l->R);
+    l->rstd_kv = plan_real(a, name, N * l->G);
+    l->qrow = plan_real(a, name, N * H * l->Dk);
+    l->oc = plan_real(a, name, N * H * l->Dv);
+    l->att = plan_real(a, name, N * l->n_att);
+    l->lse = plan_real(a, name, N * H);
+    if (is_v4(l->letter)) l->oa = plan_real(a, name, N * c->o_groups * c->o_lora);
+    if (l->letter == 'C' || l->letter == 'H') {
+        l->ent = plan_real(a, name, m->B * l->n_cand * l->R);
+        l->rstd_e = plan_real(a, name, m->B * l->n_cand);
+    }
+    if (m->training) plan_layer_keys(m, l, a, name);
     if (is_sparse(l->letter)) {
-        l->ika = plan_real(a, name, N * c->DI);
-        l->mean_k = plan_real(a, name, N);
-        l->rstd_k = plan_real(a, name, N);
-        if (m->training && strcmp(c->index_target, "served")) {
-            l->k_index = plan_real(a, name, N * c->DI);
-            l->q_index = plan_real(a, name, N * c->HI * c->DI);
-            l->w_index = plan_real(a, name, N * c->HI);
-        }
+        l->ika = plan_real(a, name, m->B * l->n_cand * c->DI);
+        l->mean_k = plan_real(a, name, m->B * l->n_cand);
+        l->rstd_k = plan_real(a, name, m->B * l->n_cand);
+        l->rstd_iq = plan_real(a, name, N * c->HI);
+        if (m->training && strcmp(c->index_target, "served")) plan_layer_index(m, l, a, name);
     }
     l->x2 = plan_real(a, name, N * c->C);
     l->xn2 = plan_real(a, name, N * c->C);
@@ -773,10 +920,11 @@ static void plan_layer_scratch(Model *m, Layer *l, Arena *a) {
 // for attention (one query's support with all heads), whichever is larger.
 static size_t thread_scratch(const Model *m) {
     const Config *c = &m->c;
-    int64_t queries = score_queries(c), select, attend;
-    int64_t capacity = !strcmp(c->topk_method, "table") ? m->T : 2 * c->topk + SCORE_KEYS;
-    select = queries * c->HI * SCORE_KEYS * (int64_t)sizeof(real) + queries * capacity * (int64_t)(sizeof(uint64_t) + sizeof(float)) + queries * SCORE_KEYS * 4 + 16384;
-    attend = m->T * (int64_t)(sizeof(int32_t) * 2 + sizeof(uint64_t) + (2 * (size_t)c->H + (size_t)c->HI + 4) * sizeof(real)) + 16384;
+    int64_t queries = score_queries(c), n = queries * SCORE_KEYS, attend, k = min64(c->topk, m->T);
+    int64_t select = n * c->HI * (int64_t)sizeof(real) + n * (int64_t)sizeof(float) + 16384; // dots, scores of a chunk
+    if (!strcmp(c->topk_method, "table")) select += m->T * (int64_t)sizeof(uint64_t) + queries * m->T * (int64_t)sizeof(float);
+    else select += queries * (2 * k + SCORE_KEYS) * (int64_t)sizeof(uint64_t);
+    attend = (m->T + c->window) * (int64_t)(sizeof(int32_t) * 2 + sizeof(uint64_t) + (2 * (size_t)c->H + (size_t)c->HI + 4) * sizeof(real)) + 16384;
     return (size_t)(max64(select, attend) + 63) / 64 * 64;
 }
 
@@ -789,7 +937,8 @@ static void plan_walk(Model *m, Arena *a) {
     m->row_hit = plan_int(a, "tokens, targets, documents", N);
     m->row_loss = (float *)plan_int(a, "tokens, targets, documents", N);
     m->row_kl = (float *)plan_int(a, "tokens, targets, documents", N);
-    m->cos_sin = plan_real(a, "RoPE table", m->T * c->rope);
+    m->cos_sin = plan_real(a, "RoPE tables", m->T * c->rope);
+    m->cos_sin_c = plan_real(a, "RoPE tables", m->T * c->rope);
     for (int64_t l = 0; l < c->L; l++) plan_layer_kept(m, &m->layers[l], a);
     m->last_x = plan_real(a, "layer inputs", N * c->C);
     m->xf = plan_real(a, "final norm, branch output", N * c->C);
@@ -797,27 +946,47 @@ static void plan_walk(Model *m, Arena *a) {
     m->y = plan_real(a, "final norm, branch output", N * c->C);
     m->logits = plan_real(a, "logits of one chunk", CLASSIFIER_ROWS * m->Vp);
     m->scratch = (char *)plan_take(a, "scratch of the threads", m->scratch_bytes * (size_t)max_threads());
-    if (m->training) {
-        const Layer *l = &m->layers[0];
+    if (m->training) { // one set for all layers: as large as the largest needs
         const char *name = "gradients of activations";
+        int64_t q = 0, att = 0, qrow = 0, oc = 0, rows = 0, kva = 0, comp = 0, ent = 0, cand = 0, lane = 0, H = c->H;
+        for (int64_t i = 0; i < c->L; i++) {
+            const Layer *l = &m->layers[i];
+            q = max64(q, N * l->n_q);
+            att = max64(att, N * l->n_att);
+            qrow = max64(qrow, N * H * l->Dk);
+            oc = max64(oc, N * H * l->Dv);
+            rows = max64(rows, m->B * l->n_rows * l->R);
+            lane = max64(lane, l->n_rows * l->R);
+            kva = max64(kva, N * l->R);
+            cand = max64(cand, l->n_cand);
+            if (l->letter == 'C' || l->letter == 'H') {
+                comp = max64(comp, N * max64(comp_width(l, c->head_dim), comp_width(l, c->DI)));
+                ent = max64(ent, m->B * l->n_cand * l->R);
+            }
+            if (l->letter == 'Q') comp = max64(comp, N * (c->HI + 1) * c->DI);
+        }
         m->dx = plan_real(a, name, N * c->C);
         m->dxn = plan_real(a, name, N * c->C);
-        m->d_att = plan_real(a, name, N * c->H * c->v_dim);
-        m->d_oc = plan_real(a, name, N * c->H * l->Dv);
-        m->d_qrow = plan_real(a, name, N * c->H * l->Dk);
-        m->d_rows = plan_real(a, name, N * l->R);
-        m->d_q = plan_real(a, name, N * c->H * (c->nope + c->rope));
+        m->d_att = plan_real(a, name, att);
+        m->d_oa = plan_real(a, name, N * c->o_groups * c->o_lora);
+        m->d_oc = plan_real(a, name, oc);
+        m->d_qrow = plan_real(a, name, qrow);
+        m->d_rows = plan_real(a, name, rows);
+        m->d_q = plan_real(a, name, q);
         m->d_qr = plan_real(a, name, N * c->q_lora);
-        m->d_kva = plan_real(a, name, N * l->R);
+        m->d_kva = plan_real(a, name, kva);
         m->d_act = plan_real(a, name, N * c->F);
         m->d_g = plan_real(a, name, N * c->F);
         m->d_u = plan_real(a, name, N * c->F);
         m->d_qi = plan_real(a, name, N * c->HI * c->DI);
         m->d_wi = plan_real(a, name, N * c->HI);
-        m->d_ki = plan_real(a, name, N * c->DI);
-        m->d_ki2 = plan_real(a, name, N * c->DI);
-        m->lane_rows = plan_real(a, "partial sums of the lanes", LANES * m->T * l->R);
-        m->lane_ki = plan_real(a, "partial sums of the lanes", LANES * m->T * c->DI);
+        m->d_ki = plan_real(a, name, m->B * cand * c->DI);
+        m->d_ki2 = plan_real(a, name, m->B * cand * c->DI);
+        m->d_comp = plan_real(a, name, comp);
+        m->d_ent = plan_real(a, name, ent);
+        m->d_sink = plan_real(a, name, N * H);
+        m->lane_rows = plan_real(a, "partial sums of the lanes", m->lanes * lane);
+        m->lane_ki = plan_real(a, "partial sums of the lanes", m->lanes * cand * c->DI);
     }
     size_t mark = a->used;
     for (int64_t l = 0; l < c->L; l++) {
@@ -826,7 +995,7 @@ static void plan_walk(Model *m, Arena *a) {
     }
 }
 
-static void rope_table(const Config *c, int64_t T, real *cos_sin);
+static void rope_table(const Config *c, double theta, int64_t T, real *cos_sin);
 
 // Plan the buffers for B rows of T tokens; allocate them unless only_plan. May be called again for another size.
 static void activations_plan(Model *m, int64_t B, int64_t T, int training, int only_plan) {
@@ -838,13 +1007,15 @@ static void activations_plan(Model *m, int64_t B, int64_t T, int training, int o
     m->r0 = 0;
     m->nr = m->N;
     m->training = training;
+    m->lanes = LANES;
     m->scratch_bytes = thread_scratch(m);
     plan_walk(m, &m->arena);
     if (only_plan) return;
     m->arena.base = (char *)xalloc(m->arena.peak);
     m->arena.used = 0;
     plan_walk(m, &m->arena);
-    rope_table(&m->c, T, m->cos_sin);
+    rope_table(&m->c, m->c.rope_theta, T, m->cos_sin);
+    rope_table(&m->c, m->c.compress_theta, T, m->cos_sin_c);
 }
 
 // The memory plan, line by line.
@@ -934,11 +1105,7 @@ static void matmul_own(real *C, int64_t ldc, const real *A, int64_t ars, int64_t
             int64_t n_panels = (n + NR - 1) / NR, m_panels = (mm + MR - 1) / MR;
             int64_t n_tiles = (n + TILE_N - 1) / TILE_N, m_tiles = (mm + TILE_M - 1) / TILE_M;
             real *bp = pack_buffer((n_panels * NR + m_panels * MR) * KC), *ap = bp + n_panels * NR * KC;
-            int parallel = mm * n * K > 32 * 1024;
-#ifdef _OPENMP
-            parallel &= !omp_in_parallel();
-#endif
-            #pragma omp parallel if (parallel)
+            #pragma omp parallel if (mm * n * K > 32 * 1024 && !in_parallel())
             for (int64_t pc = 0; pc < K; pc += KC) {
                 int64_t kc = min64(KC, K - pc);
                 #pragma omp for schedule(static) nowait
@@ -1007,7 +1174,7 @@ static inline real exp_real(real x) {
 #else
     if (sizeof(real) == 8) return (real)exp((double)x);
     float y = (float)x;
-    float clamped = y < -87.0f ? -87.0f : y > 88.0f ? 88.0f : y;
+    float clamped = y > -87.0f ? y > 88.0f ? 88.0f : y : -87.0f; // NaN as well: the conversion below must be defined
     float n = (clamped * 1.44269504f + 12582912.0f) - 12582912.0f; // adding 1.5 * 2^23 rounds to the nearest integer
     float f = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;    // ln 2 in two pieces
     float p = 1.0f / 5040 + f * (1.0f / 40320);
@@ -1026,29 +1193,32 @@ static inline real exp_real(real x) {
 #endif
 }
 
-// y[n, d] = x * rstd * w with rstd[n] = 1 / sqrt(mean(x^2) + eps) (Zhang and Sennrich 2019). Rows of x and y may
-// be wider than d: ldx, ldy.
-static void rmsnorm_forward(real *y, int64_t ldy, real *rstd, const real *x, int64_t ldx, const real *w, int64_t n, int64_t d, double eps) {
+// One row of rmsnorm_forward. Returns its rstd.
+static inline real rmsnorm_row(real *y, const real *x, const real *w, real plus, int64_t d, double eps) {
+    real s = 0;
+    #pragma omp simd reduction(+ : s)
+    for (int64_t j = 0; j < d; j++) s += x[j] * x[j];
+    real r = (real)(1 / sqrt((double)s / (double)d + eps));
+    for (int64_t j = 0; j < d; j++) y[j] = x[j] * r;
+    for (int64_t j = 0; w && j < d; j++) y[j] *= plus + w[j];
+    return r;
+}
+
+// y[n, d] = x * rstd * (plus + w) with rstd[n] = 1 / sqrt(mean(x^2) + eps) (Zhang and Sennrich 2019). plus is 0, or 1
+// where weights are stored as their distance from 1; w may be NULL (no weights). Rows may be wider than d: ldx, ldy.
+static void rmsnorm_forward(real *y, int64_t ldy, real *rstd, const real *x, int64_t ldx, const real *w, real plus, int64_t n, int64_t d, double eps) {
     #pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < n; i++) {
-        const real *xi = x + i * ldx;
-        real s = 0;
-        #pragma omp simd reduction(+ : s)
-        for (int64_t j = 0; j < d; j++) s += xi[j] * xi[j];
-        real r = (real)(1 / sqrt((double)s / (double)d + eps));
-        #pragma omp simd
-        for (int64_t j = 0; j < d; j++) y[i * ldy + j] = xi[j] * r * w[j];
-        rstd[i] = r;
-    }
+    for (int64_t i = 0; i < n; i++) rstd[i] = rmsnorm_row(y + i * ldy, x + i * ldx, w, plus, d, eps);
 }
 
 enum { COLUMNS = 32 }; // channels a thread sums down the rows: fixed order, so no dependence on the thread count
 
-// dx (+)= gradient to x, dw[d] += gradient to w. With xh = x * rstd and g = dy * w: dx = rstd (g - xh mean(g xh)).
+// dx (+)= gradient to x, dw[d] += gradient to w (w, dw may be NULL). With xh = x * rstd and g = dy (plus + w):
+// dx = rstd (g - xh mean(g xh)). dx may be dy.
 static void rmsnorm_backward(real *dx, int64_t lddx, int add, real *dw, const real *dy, int64_t lddy, const real *rstd, const real *x, int64_t ldx,
-                             const real *w, int64_t n, int64_t d) {
+                             const real *w, real plus, int64_t n, int64_t d) {
     #pragma omp parallel for schedule(static)
-    for (int64_t j0 = 0; j0 < d; j0 += COLUMNS) {
+    for (int64_t j0 = 0; j0 < (dw ? d : 0); j0 += COLUMNS) {
         int64_t j1 = min64(j0 + COLUMNS, d);
         for (int64_t i = 0; i < n; i++)
             for (int64_t j = j0; j < j1; j++) dw[j] += dy[i * lddy + j] * x[i * ldx + j] * rstd[i];
@@ -1058,15 +1228,10 @@ static void rmsnorm_backward(real *dx, int64_t lddx, int add, real *dw, const re
         const real *xi = x + i * ldx, *dyi = dy + i * lddy;
         real *dxi = dx + i * lddx, r = rstd[i], s = 0;
         #pragma omp simd reduction(+ : s)
-        for (int64_t j = 0; j < d; j++) s += dyi[j] * w[j] * xi[j];
+        for (int64_t j = 0; j < d; j++) s += dyi[j] * (w ? plus + w[j] : 1) * xi[j];
         s *= r * r / (real)d;
-        if (add) {
-            #pragma omp simd
-            for (int64_t j = 0; j < d; j++) dxi[j] += r * (dyi[j] * w[j] - xi[j] * s);
-        } else {
-            #pragma omp simd
-            for (int64_t j = 0; j < d; j++) dxi[j] = r * (dyi[j] * w[j] - xi[j] * s);
-        }
+        #pragma omp simd
+        for (int64_t j = 0; j < d; j++) dxi[j] = (add ? dxi[j] : 0) + r * (dyi[j] * (w ? plus + w[j] : 1) - xi[j] * s);
     }
 }
 
@@ -1109,10 +1274,10 @@ static void layernorm_backward(real *dx, real *dw, real *db, const real *dy, con
 // cos_sin[T, rope/2, 2]: the rotation of pair j at position t, by t * theta^(-2j/rope) (Su et al. 2021). YaRN (Peng
 // et al. 2023): pairs that turn less than beta_slow times over the original context are slowed by the factor, those
 // above beta_fast are kept, those between are mixed; cos and sin carry the attention factor.
-static void rope_table(const Config *c, int64_t T, real *cos_sin) {
+static void rope_table(const Config *c, double theta, int64_t T, real *cos_sin) {
     int64_t half = c->rope / 2;
     int yarn = !strcmp(c->rope_type, "yarn");
-    double d = (double)c->rope, tau = 6.283185307179586, base = log(c->rope_theta), factor = 1;
+    double d = (double)c->rope, tau = 6.283185307179586, base = log(theta), factor = 1;
     double low = floor(d * log((double)c->rope_original / (c->rope_beta_fast * tau)) / (2 * base));
     double high = ceil(d * log((double)c->rope_original / (c->rope_beta_slow * tau)) / (2 * base));
     low = low < 0 ? 0 : low;
@@ -1123,7 +1288,7 @@ static void rope_table(const Config *c, int64_t T, real *cos_sin) {
         factor = c->rope_mscale > 0 && c->rope_mscale_all > 0 ? (c->rope_mscale * logf + 1) / (c->rope_mscale_all * logf + 1) : logf + 1;
     }
     for (int64_t j = 0; j < half; j++) {
-        double inv = pow(c->rope_theta, -2.0 * (double)j / d), slow = ((double)j - low) / (high - low);
+        double inv = pow(theta, -2.0 * (double)j / d), slow = ((double)j - low) / (high - low);
         slow = slow < 0 ? 0 : slow > 1 ? 1 : slow;
         if (yarn) inv = inv / c->rope_factor * slow + inv * (1 - slow);
         for (int64_t t = 0; t < T; t++) {
@@ -1145,8 +1310,9 @@ static inline void rope_apply(real *x, const real *cos_sin, int64_t half, int la
     }
 }
 
-// Rotation of row i: positions count from the start of its document, so a document means the same wherever it stands.
-static const real *rope_row(const Model *m, int64_t i) { return m->cos_sin + (i % m->T - m->doc[i]) * m->c.rope; }
+// Rotation of row i in a layer: positions count from the start of its document, so a document means the same
+// wherever it stands.
+static const real *rope_row(const Model *m, const Layer *l, int64_t i) { return l->cos_sin + (i % m->T - m->doc[i]) * m->c.rope; }
 
 // act = silu(g) * u
 static void swiglu_forward(real *act, const real *g, const real *u, int64_t n) {
@@ -1171,10 +1337,11 @@ static void swiglu_backward(real *dg, real *du, const real *dact, const real *g,
 // (score, then lowest index): a total order, so the set is unique and no tiling, buffer or thread count can change it.
 
 // The visible candidates of row i: [lo, hi), in tokens (or pools of r tokens) of its batch row. Causality and
-// document borders are an index range, never a score of -inf.
+// document borders are an index range, never a score of -inf. Pools count from the document's start, and pool j of a
+// document that starts at token d has number d / r + j in its batch row: numbers of different documents never meet.
 static void visible(const Model *m, const Layer *l, int64_t i, int64_t *lo, int64_t *hi) {
-    *lo = m->doc[i] / l->r;
-    *hi = *lo + (i % m->T - m->doc[i] + 1) / l->r;
+    *lo = l->r ? m->doc[i] / l->r : 0;
+    *hi = l->r ? *lo + (i % m->T - m->doc[i] + 1) / l->r : 0; // complete pools only
 }
 
 // Score and index in one integer whose order is the order of selection. -0 equals +0; NaN is largest.
@@ -1224,7 +1391,7 @@ static uint64_t keep_largest(uint64_t *key, int64_t n, int64_t k) {
 // scores[nq, ns] of queries t0.. against candidates s0.. of batch row b. dots is scratch [nq * HI, ns].
 static void index_scores(const Model *m, const Layer *l, int64_t b, int64_t t0, int64_t nq, int64_t s0, int64_t ns, real *dots, float *scores) {
     int64_t HI = m->c.HI, DI = m->c.DI, row = b * m->T + t0;
-    matmul_own(dots, ns, l->q_index + row * HI * DI, DI, 1, l->k_index + (b * (m->T / l->r) + s0) * DI, 1, DI, nq * HI, ns, DI, 0);
+    matmul_own(dots, ns, l->q_index + row * HI * DI, DI, 1, l->k_index + (b * l->n_cand + s0) * DI, 1, DI, nq * HI, ns, DI, 0);
     for (int64_t q = 0; q < nq; q++) {
         float *out = scores + q * ns;
         for (int64_t h = 0; h < HI; h++) {
@@ -1255,7 +1422,7 @@ static void emit_selection(Model *m, Layer *l, int64_t i, const uint64_t *key, i
 // buffer of keys above its threshold tau; when the next chunk might not fit, the buffer is cut to its k largest,
 // and the k-th becomes tau, below which nothing can be chosen any more. Memory is O(k) a query, not O(T).
 static void select_hytopk(Model *m, Layer *l, int64_t b, int64_t t0, int64_t nq, char *scratch) {
-    int64_t k = m->c.topk, capacity = 2 * k + SCORE_KEYS, first = m->T, last = 0;
+    int64_t k = m->c.topk, capacity = 2 * min64(k, m->T) + SCORE_KEYS, first = m->T, last = 0;
     uint64_t *keys = (uint64_t *)scratch;                       // [nq, capacity]
     float *scores = (float *)(keys + nq * capacity);            // [nq, SCORE_KEYS]
     real *dots = (real *)(scores + nq * SCORE_KEYS);            // [nq * HI, SCORE_KEYS]
@@ -1326,10 +1493,10 @@ static void select_control(Model *m, Layer *l, int64_t i, char *scratch) {
     visible(m, l, i, &lo, &hi);
     if (!strcmp(m->c.selector, "oracle")) attention_mass(m, l, i, mass, (char *)(mass + m->T));
     for (int64_t s = lo; s < hi; s++) {
-        float score = (float)s; // window
+        float score = 0; // window: the order of the positions themselves, exact at any length
         if (!strcmp(m->c.selector, "random")) score = (float)(rng_u64(m->select_seed, RNG_SELECT + (uint64_t)(l - m->layers), (uint64_t)(i * m->T + s)) >> 40);
         if (!strcmp(m->c.selector, "oracle")) score = (float)mass[s - lo];
-        keys[s - lo] = order_key(score, s);
+        keys[s - lo] = !strcmp(m->c.selector, "window") ? (uint64_t)s << 32 | (uint32_t)~(uint32_t)s : order_key(score, s);
     }
     if (hi - lo > k) keep_largest(keys, hi - lo, k);
     emit_selection(m, l, i, keys, min64(hi - lo, k));
@@ -1358,9 +1525,12 @@ static void select_forward(Model *m, Layer *l) {
 
 // ----------------------------------------------------------------------------
 // 9. Sparse attention
-// All heads of a query read the same rows. For MLA in its absorbed form a row is [latent | rotated key], the key is
-// the whole row and the value its first Dv floats. Dense attention is the same code with every visible candidate
-// in the list. Two primitives carry all of it: dot products of H vectors with the listed rows, and sums of scaled rows.
+// One core for all letters. A query's support is a list of KV rows: first those it always sees (the sliding window of
+// C H W, the tail of Q: a range that need not be stored), then those of its chosen candidates (D S: a token each, C: an
+// entry, Q: the tokens of a block). Dense attention (F, H, and every letter while warming up) is the same code with all
+// visible candidates chosen. A row holds what the heads of all groups read: for MLA in its absorbed form one
+// [latent | rotated key], whose first Dv floats are the value; for C H W key = value; for Q the keys, then the values.
+// Two primitives carry all of it: dot products of H vectors with the listed rows, and sums of scaled rows.
 
 // Sum of the lanes of a vector: halved down to 16 bytes, written out because compilers add lane after lane.
 static inline real lanes_sum(vreal v) {
@@ -1427,29 +1597,52 @@ static void rows_sum(real *y, const real *a, int64_t lda, const real *rows, int6
     }
 }
 
-// True when this layer attends to every visible candidate of the row: F always, the others while warming up.
+// True when this layer attends to every visible candidate of the row: F and H always, the others while warming up.
 static int attends_to_all(const Model *m, const Layer *l) { return l->all || m->dense; }
 
-// The positions row i attends to, in its batch row, ascending. Returns how many.
-static int64_t support(const Model *m, const Layer *l, int64_t i, int32_t *pos) {
-    int64_t lo, hi, n;
+// The support of one query, in a thread's buffers.
+typedef struct {
+    int32_t *pos;     // [n] KV rows of its sequence; those of candidate j are unit rows from first + j * unit
+    int32_t *cand;    // [n_cand] candidates, ascending
+    int64_t n, first, n_cand, unit;
+    real *reals;      // free space behind, for H * n probabilities and more
+} Support;
+
+// Collect what row i attends to; all = every visible candidate instead of the chosen ones.
+static Support support(const Model *m, const Layer *l, int64_t i, int all, char *scratch) {
+    int64_t lo, hi, t = i % m->T, doc = m->doc[i], width = (m->T + m->c.window + 15) / 16 * 16, from = t + 1;
+    Support s;
+    s.pos = (int32_t *)scratch;
+    s.cand = s.pos + width;
+    s.reals = (real *)(s.cand + width);
+    s.n = s.n_cand = 0;
+    s.unit = l->letter == 'Q' ? l->r : 1;
     visible(m, l, i, &lo, &hi);
-    if (attends_to_all(m, l)) {
-        for (int64_t s = lo; s < hi; s++) pos[s - lo] = (int32_t)s;
-        return hi - lo;
+    if (is_v4(l->letter)) from = max64(doc, t + 1 - m->c.window);
+    if (l->letter == 'Q') from = doc + (hi - lo) * l->r; // tokens after the last complete block
+    while (from <= t) s.pos[s.n++] = (int32_t)from++;
+    s.first = s.n;
+    if (all) while (s.n_cand < hi - lo) { s.cand[s.n_cand] = (int32_t)(lo + s.n_cand); s.n_cand++; }
+    else {
+        s.n_cand = min64(hi - lo, m->c.topk);
+        memcpy(s.cand, m->layers[l->source].sel + i * m->c.topk, (size_t)s.n_cand * sizeof *s.cand);
     }
-    n = min64(hi - lo, m->c.topk);
-    memcpy(pos, m->layers[l->source].sel + i * m->c.topk, (size_t)n * sizeof *pos);
-    return n;
+    for (int64_t j = 0; j < s.n_cand; j++) {
+        int64_t row = is_v4(l->letter) ? m->T + s.cand[j] : l->letter == 'Q' ? doc + (s.cand[j] - lo) * l->r : s.cand[j];
+        for (int64_t u = 0; u < s.unit; u++) s.pos[s.n++] = (int32_t)(row + u);
+    }
+    return s;
 }
 
-// Attention logits of row i over n positions into p[H, n], then softmax in place; lse[H] is the natural log of the
-// denominator. An empty list gives lse = -inf and no probabilities.
-static void attention_probs(const Model *m, const Layer *l, int64_t i, const int32_t *pos, int64_t n, real *p, real *lse) {
-    int64_t H = m->c.H;
-    rows_dot(p, l->qrow + i * H * l->Dk, H, l->Dk, l->rows + i / m->T * m->T * l->R, l->R, pos, n, l->Dk);
+// Attention logits of row i over its support into p[H, n], then softmax in place; lse[H] is the natural log of the
+// denominator, to which the sink of C H W adds a term. An empty list gives lse = -inf and no probabilities.
+static void attention_probs(const Model *m, const Layer *l, int64_t i, const Support *s, real *p, real *lse) {
+    int64_t H = m->c.H, hg = H / l->G, n = s->n;
+    const real *rows = l->rows + i / m->T * l->n_rows * l->R, *sinks = is_v4(l->letter) ? param(m, l->sinks) : NULL;
+    for (int64_t g = 0; g < l->G; g++)
+        rows_dot(p + g * hg * n, l->qrow + (i * H + g * hg) * l->Dk, hg, l->Dk, rows + g * l->Dk, l->R, s->pos, n, l->Dk);
     for (int64_t h = 0; h < H; h++) {
-        real *ph = p + h * n, top = (real)-INFINITY, sum = 0, scale = (real)m->attn_scale;
+        real *ph = p + h * n, top = sinks ? sinks[h] : (real)-INFINITY, sum = 0, scale = (real)l->scale;
         for (int64_t j = 0; j < n; j++) {
             ph[j] *= scale;
             top = ph[j] > top ? ph[j] : top;
@@ -1459,23 +1652,36 @@ static void attention_probs(const Model *m, const Layer *l, int64_t i, const int
             ph[j] = exp_real(ph[j] - top);
             sum += ph[j];
         }
+        if (sinks) sum += exp_real(sinks[h] - top);
         for (int64_t j = 0; j < n; j++) ph[j] /= sum;
-        lse[h] = n ? top + (real)log((double)sum) : (real)-INFINITY;
+        lse[h] = n || sinks ? top + (real)log((double)sum) : (real)-INFINITY;
     }
 }
 
-// mass[hi - lo]: dense attention of row i over everything visible, mean over the heads.
+// What the indexer should imitate: the attention probs[H, n] summed over heads, for a block the largest of its tokens,
+// normalised over the candidates into p[n_cand]. Each head's softmax ran over window, candidates and sink together.
+// Returns 0 when there is nothing to imitate.
+static int index_target(const Model *m, const Support *s, const real *probs, real *p) {
+    double sum = 0;
+    for (int64_t j = 0; j < s->n_cand; j++) p[j] = 0;
+    for (int64_t u = 0; u < s->unit; u++) {
+        for (int64_t j = 0; j < s->n_cand; j++) {
+            const real *at = probs + s->first + j * s->unit + u;
+            real mass = 0;
+            for (int64_t h = 0; h < m->c.H; h++) mass += at[h * s->n];
+            p[j] = mass > p[j] ? mass : p[j];
+        }
+    }
+    for (int64_t j = 0; j < s->n_cand; j++) sum += (double)p[j];
+    for (int64_t j = 0; j < s->n_cand; j++) p[j] = sum > 0 ? (real)((double)p[j] / sum) : 0;
+    return sum > 0;
+}
+
+// mass[hi - lo]: dense attention of row i, as the indexer should see it.
 static void attention_mass(const Model *m, const Layer *l, int64_t i, real *mass, char *scratch) {
-    int64_t lo, hi, H = m->c.H;
-    visible(m, l, i, &lo, &hi);
-    int32_t *pos = (int32_t *)scratch;             // [T]
-    real *p = (real *)(pos + (m->T + 15) / 16 * 16); // [H, n]
-    for (int64_t s = lo; s < hi; s++) pos[s - lo] = (int32_t)s;
-    real *lse = p + H * (hi - lo);                 // [H], not needed
-    attention_probs(m, l, i, pos, hi - lo, p, lse);
-    memset(mass, 0, (size_t)(hi - lo) * sizeof(real));
-    for (int64_t h = 0; h < H; h++)
-        for (int64_t s = 0; s < hi - lo; s++) mass[s] += p[h * (hi - lo) + s] / (real)H;
+    Support s = support(m, l, i, 1, scratch);
+    attention_probs(m, l, i, &s, s.reals, s.reals + m->c.H * s.n);
+    index_target(m, &s, s.reals, mass);
 }
 
 // How many layers teach the indexer of the layer's source: itself, and with --index-target served also the S layers
@@ -1488,20 +1694,17 @@ static int64_t kl_teachers(const Model *m, const Layer *l) {
     return n;
 }
 
-// The indexer's loss for row i: KL(p || softmax of the index scores over the same n positions), where p is the
-// attention summed over heads and divided by H, a constant (DeepSeek-V3.2, eq. 3 and 4). The gradient to a score is
-// exactly softmax - p; with lane_ki given it flows on to index queries, head weights and keys. Returns the KL.
-static double indexer_kl(Model *m, const Layer *l, int64_t i, const int32_t *pos, int64_t n, const real *probs, real *lane_ki, real *scratch) {
+// The indexer's loss for row i: KL(p || softmax of the index scores over the same candidates), where p is
+// index_target(), a constant (DeepSeek-V3.2, eq. 3 and 4). The gradient to a score is exactly softmax - p; with lane_ki
+// given it flows on to index queries, head weights and keys. Returns the KL.
+static double indexer_kl(Model *m, const Layer *l, int64_t i, const Support *s, const real *probs, real *lane_ki, real *scratch) {
     const Layer *src = &m->layers[l->source];
-    int64_t H = m->c.H, HI = m->c.HI, DI = m->c.DI, b = i / m->T;
+    int64_t HI = m->c.HI, DI = m->c.DI, n = s->n_cand;
     real *dot = scratch, *score = dot + HI * n, *p = score + n; // [HI, n], [n], [n]
-    const real *w = src->w_index + i * HI, *keys = src->k_index + b * m->T * DI, *q = src->q_index + i * HI * DI;
-    if (n == 0) return 0;
-    rows_dot(dot, q, HI, DI, keys, DI, pos, n, DI);
-    memset(p, 0, (size_t)n * sizeof(real));
+    const real *w = src->w_index + i * HI, *keys = src->k_index + i / m->T * src->n_cand * DI, *q = src->q_index + i * HI * DI;
+    if (!index_target(m, s, probs, p)) return 0;
+    rows_dot(dot, q, HI, DI, keys, DI, s->cand, n, DI);
     memset(score, 0, (size_t)n * sizeof(real));
-    for (int64_t h = 0; h < H; h++)
-        for (int64_t j = 0; j < n; j++) p[j] += probs[h * n + j] / (real)H;
     for (int64_t h = 0; h < HI; h++)
         for (int64_t j = 0; j < n; j++) score[j] += w[h] * (dot[h * n + j] < 0 ? 0 : dot[h * n + j]);
     real top = score[0];
@@ -1522,88 +1725,90 @@ static double indexer_kl(Model *m, const Layer *l, int64_t i, const int32_t *pos
             x[j] = x[j] > 0 ? d_score[j] * w[h] : 0; // from here on: gradient to the dot product
         }
         d_w[h] += sum_w;
-        rows_sum(d_q + h * DI, x, 1, keys, DI, pos, n, DI);
+        rows_sum(d_q + h * DI, x, 1, keys, DI, s->cand, n, DI);
     }
-    for (int64_t j = 0; j < n; j++) rows_sum(lane_ki + pos[j] * DI, dot + j, n, q, DI, NULL, HI, DI);
+    for (int64_t j = 0; j < n; j++) rows_sum(lane_ki + s->cand[j] * DI, dot + j, n, q, DI, NULL, HI, DI);
     return kl;
 }
 
-// One thread's buffers for one query: positions [T], then reals.
-static void attention_scratch(const Model *m, int32_t **pos, real **free_reals) {
-    *pos = (int32_t *)(m->scratch + (size_t)thread_id() * m->scratch_bytes);
-    *free_reals = (real *)(*pos + (m->T + 15) / 16 * 16);
-}
+static char *my_scratch(const Model *m) { return m->scratch + (size_t)thread_id() * m->scratch_bytes; }
 
-// oc[i, h] = sum over the support of softmax(scale * q . row) * value, and lse. When only evaluating, the KL as well;
+// oc[i, h] = sum over the support of softmax(scale * q . key) * value, and lse. When only evaluating, the KL as well;
 // in training the backward pass has the probabilities anyway and takes it there.
 static void sparse_attention_forward(Model *m, Layer *l) {
-    int64_t H = m->c.H, teachers = m->learning ? 0 : kl_teachers(m, l);
+    int64_t H = m->c.H, hg = H / l->G, teachers = m->learning ? 0 : kl_teachers(m, l);
     #pragma omp parallel for schedule(dynamic, 16)
     for (int64_t i = m->r0; i < m->r0 + m->nr; i++) {
-        int32_t *pos;
-        real *p;
-        attention_scratch(m, &pos, &p);
-        int64_t n = support(m, l, i, pos);
-        attention_probs(m, l, i, pos, n, p, l->lse + i * H);
+        Support s = support(m, l, i, attends_to_all(m, l), my_scratch(m));
+        real *p = s.reals;
+        const real *values = l->rows + i / m->T * l->n_rows * l->R + l->v_off;
+        attention_probs(m, l, i, &s, p, l->lse + i * H);
         for (int64_t h = 0; h < H; h++) {
             real *o = l->oc + (i * H + h) * l->Dv;
             memset(o, 0, (size_t)l->Dv * sizeof(real));
-            rows_sum(o, p + h * n, 1, l->rows + i / m->T * m->T * l->R, l->R, pos, n, l->Dv);
+            rows_sum(o, p + h * s.n, 1, values + h / hg * l->Dv, l->R, s.pos, s.n, l->Dv);
         }
-        if (teachers) m->row_kl[i] += (float)(indexer_kl(m, l, i, pos, n, p, NULL, p + H * n) / (double)teachers);
+        if (teachers) m->row_kl[i] += (float)(indexer_kl(m, l, i, &s, p, NULL, p + H * s.n) / (double)teachers);
     }
 }
 
-// d_qrow, d_rows from d_oc, and the KL's gradient in the same pass. P is recomputed from the logits and lse:
-// dP = d_oc . v, dS = P (dP - d_oc . oc) scale, dq = dS k, dk = dS^T q, dv = P^T d_oc.
-// Many queries add to the same key row. To keep the sums independent of the thread count without atomics, the
-// queries of a sequence are dealt to LANES fixed lanes, each with its own accumulator, added up in order at the end.
+// Backward for row i: d_qrow, d_sink, and sums into one lane's d_rows and d_keys. P is recomputed from the logits and
+// lse: dP = d_oc . v, dS = P (dP - d_oc . oc) scale, dq = dS k, dk = dS^T q, dv = P^T d_oc. The KL rides along.
+static void attention_row_backward(Model *m, Layer *l, int64_t i, int64_t teachers, real *lane_rows, real *lane_ki) {
+    int64_t H = m->c.H, hg = H / l->G, Dk = l->Dk, Dv = l->Dv, R = l->R;
+    Support s = support(m, l, i, attends_to_all(m, l), my_scratch(m));
+    int64_t n = s.n;
+    const real *rows = l->rows + i / m->T * l->n_rows * R, *lse = l->lse + i * H, *sinks = is_v4(l->letter) ? param(m, l->sinks) : NULL;
+    real *p = s.reals, *ds = p + H * n; // [H, n] each
+    for (int64_t g = 0; g < l->G; g++)
+        rows_dot(p + g * hg * n, l->qrow + (i * H + g * hg) * Dk, hg, Dk, rows + g * Dk, R, s.pos, n, Dk);
+    for (int64_t h = 0; h < H; h++) {
+        #pragma omp simd
+        for (int64_t j = 0; j < n; j++) p[h * n + j] = exp_real(p[h * n + j] * (real)l->scale - lse[h]);
+    }
+    if (teachers) m->row_kl[i] += (float)(indexer_kl(m, l, i, &s, p, lane_ki, ds) / (double)teachers);
+    for (int64_t g = 0; g < l->G; g++) {
+        const real *q = l->qrow + (i * H + g * hg) * Dk, *d_o = m->d_oc + (i * H + g * hg) * Dv;
+        real *pg = p + g * hg * n, *dg = ds + g * hg * n;
+        rows_dot(dg, d_o, hg, Dv, rows + l->v_off + g * Dv, R, s.pos, n, Dv);
+        for (int64_t h = 0; h < hg; h++) {
+            int64_t head = i * H + g * hg + h;
+            real delta = 0, *dq = m->d_qrow + head * Dk;
+            for (int64_t d = 0; d < Dv; d++) delta += d_o[h * Dv + d] * l->oc[head * Dv + d];
+            for (int64_t j = 0; j < n; j++) dg[h * n + j] = pg[h * n + j] * (dg[h * n + j] - delta) * (real)l->scale;
+            memset(dq, 0, (size_t)Dk * sizeof(real));
+            rows_sum(dq, dg + h * n, 1, rows + g * Dk, R, s.pos, n, Dk);
+            if (sinks) m->d_sink[head] = -exp_real(sinks[h] - lse[h]) * delta;
+        }
+        for (int64_t j = 0; j < n; j++) {
+            rows_sum(lane_rows + s.pos[j] * R + g * Dk, dg + j, n, q, Dk, NULL, hg, Dk);
+            rows_sum(lane_rows + s.pos[j] * R + l->v_off + g * Dv, pg + j, n, d_o, Dv, NULL, hg, Dv);
+        }
+    }
+}
+
+// d_qrow, d_rows, d_sink from d_oc, and the KL's gradient in the same pass. Many queries add to the same row. To keep
+// the sums independent of the thread count without atomics, the queries of a sequence are dealt to LANES fixed lanes,
+// each with its own accumulator, added up in order at the end.
 static void sparse_attention_backward(Model *m, Layer *l) {
-    int64_t H = m->c.H, T = m->T, Dk = l->Dk, Dv = l->Dv, R = l->R, DI = m->c.DI, teachers = kl_teachers(m, l);
-    if (m->kl_scale == 0) teachers = 0;
+    int64_t T = m->T, R = l->R, DI = m->c.DI, teachers = m->kl_scale == 0 ? 0 : kl_teachers(m, l);
+    int64_t rows = l->n_rows, cands = teachers ? m->layers[l->source].n_cand : 0;
     for (int64_t b = 0; b < m->B; b++) {
-        const real *rows = l->rows + b * T * R;
         #pragma omp parallel for schedule(dynamic)
         for (int64_t lane = 0; lane < LANES; lane++) {
-            real *lane_rows = m->lane_rows + lane * T * R, *lane_ki = m->lane_ki + lane * T * DI;
-            memset(lane_rows, 0, (size_t)(T * R) * sizeof(real));
-            memset(lane_ki, 0, (size_t)(T * DI) * sizeof(real));
-            for (int64_t t = 0; t < T; t++) {
-                if (t / 16 % LANES != lane) continue;
-                int64_t i = b * T + t;
-                int32_t *pos;
-                real *p, *q = l->qrow + i * H * Dk, *d_o = m->d_oc + i * H * Dv, *lse = l->lse + i * H;
-                attention_scratch(m, &pos, &p);
-                int64_t n = support(m, l, i, pos);
-                real *ds = p + H * n; // [H, n]
-                rows_dot(p, q, H, Dk, rows, R, pos, n, Dk);
-                for (int64_t h = 0; h < H; h++) {
-                    #pragma omp simd
-                    for (int64_t j = 0; j < n; j++) p[h * n + j] = exp_real(p[h * n + j] * (real)m->attn_scale - lse[h]);
-                }
-                if (teachers) m->row_kl[i] += (float)(indexer_kl(m, l, i, pos, n, p, lane_ki, ds) / (double)teachers);
-                rows_dot(ds, d_o, H, Dv, rows, R, pos, n, Dv);
-                for (int64_t h = 0; h < H; h++) {
-                    real delta = 0;
-                    for (int64_t d = 0; d < Dv; d++) delta += d_o[h * Dv + d] * l->oc[(i * H + h) * Dv + d];
-                    for (int64_t j = 0; j < n; j++) ds[h * n + j] = p[h * n + j] * (ds[h * n + j] - delta) * (real)m->attn_scale;
-                    real *dq = m->d_qrow + (i * H + h) * Dk;
-                    memset(dq, 0, (size_t)Dk * sizeof(real));
-                    rows_sum(dq, ds + h * n, 1, rows, R, pos, n, Dk);
-                }
-                for (int64_t j = 0; j < n; j++) {
-                    rows_sum(lane_rows + pos[j] * R, ds + j, n, q, Dk, NULL, H, Dk);
-                    rows_sum(lane_rows + pos[j] * R, p + j, n, d_o, Dv, NULL, H, Dv);
-                }
-            }
+            real *lane_rows = m->lane_rows + lane * rows * R, *lane_ki = m->lane_ki + lane * cands * DI;
+            memset(lane_rows, 0, (size_t)(rows * R) * sizeof(real));
+            memset(lane_ki, 0, (size_t)(cands * DI) * sizeof(real));
+            for (int64_t t = 0; t < T; t++)
+                if (t / 16 % LANES == lane) attention_row_backward(m, l, b * T + t, teachers, lane_rows, lane_ki);
         }
         #pragma omp parallel for schedule(static)
-        for (int64_t t = 0; t < T; t++) {
-            real *d_row = m->d_rows + (b * T + t) * R, *d_key = m->d_ki + (b * T + t) * DI;
+        for (int64_t t = 0; t < rows; t++) {
+            real *d_row = m->d_rows + (b * rows + t) * R, *d_key = m->d_ki + (b * cands + t) * DI;
             memset(d_row, 0, (size_t)R * sizeof(real));
             for (int64_t lane = 0; lane < LANES; lane++) {
-                for (int64_t j = 0; j < R; j++) d_row[j] += m->lane_rows[(lane * T + t) * R + j];
-                for (int64_t j = 0; teachers && j < DI; j++) d_key[j] += m->lane_ki[(lane * T + t) * DI + j];
+                for (int64_t j = 0; j < R; j++) d_row[j] += m->lane_rows[(lane * rows + t) * R + j];
+                for (int64_t j = 0; t < cands && j < DI; j++) d_key[j] += m->lane_ki[(lane * cands + t) * DI + j];
             }
         }
     }
@@ -1611,6 +1816,7 @@ static void sparse_attention_backward(Model *m, Layer *l) {
 
 // ----------------------------------------------------------------------------
 // 10. Attention layers
+// 10a. D, S, F
 // Multi-head latent attention (DeepSeek-V2, section 2.1) in absorbed form: the up-projection of keys is applied to
 // the query, the up-projection of values to the result, so that one row of latents serves all heads.
 
@@ -1620,21 +1826,21 @@ static void mla_forward(Model *m, Layer *l) {
     int64_t n = m->nr, r0 = m->r0, H = c->H, hd = c->nope + c->rope, wide = c->nope + c->v_dim;
     real *q = l->q + r0 * H * hd, *qr = l->qr + r0 * c->q_lora, *kva = l->kva + r0 * l->R, *xn = l->xn + r0 * c->C;
     linear_forward(l->qa + r0 * c->q_lora, xn, param(m, l->q_a), n, c->C, c->q_lora);
-    rmsnorm_forward(qr, c->q_lora, l->rstd_q + r0, l->qa + r0 * c->q_lora, c->q_lora, param(m, l->q_a_norm), n, c->q_lora, 1e-6);
+    rmsnorm_forward(qr, c->q_lora, l->rstd_q + r0, l->qa + r0 * c->q_lora, c->q_lora, param(m, l->q_a_norm), 0, n, c->q_lora, 1e-6);
     linear_forward(q, qr, param(m, l->q_b), n, c->q_lora, H * hd);
     linear_forward(kva, xn, param(m, l->kv_a), n, c->C, l->R);
-    rmsnorm_forward(l->rows + r0 * l->R, l->R, l->rstd_kv + r0, kva, l->R, param(m, l->kv_a_norm), n, c->kv_lora, 1e-6);
+    rmsnorm_forward(l->rows + r0 * l->R, l->R, l->rstd_kv + r0, kva, l->R, param(m, l->kv_a_norm), 0, n, c->kv_lora, 1e-6);
     for (int64_t h = 0; h < H; h++)
         matmul(l->qrow + (r0 * H + h) * l->Dk, H * l->Dk, q + h * hd, H * hd, 1, param(m, l->kv_b) + h * wide * c->kv_lora, c->kv_lora, 1, n, c->kv_lora, c->nope, 0);
     #pragma omp parallel for schedule(static)
     for (int64_t i = r0; i < r0 + n; i++) {
         real *key = l->rows + i * l->R + c->kv_lora;
         memcpy(key, l->kva + i * l->R + c->kv_lora, (size_t)c->rope * sizeof(real));
-        rope_apply(key, rope_row(m, i), c->rope / 2, INTERLEAVED, 1);
+        rope_apply(key, rope_row(m, l, i), c->rope / 2, INTERLEAVED, 1);
         for (int64_t h = 0; h < H; h++) {
             real *part = l->qrow + (i * H + h) * l->Dk + c->kv_lora;
             memcpy(part, l->q + (i * H + h) * hd + c->nope, (size_t)c->rope * sizeof(real));
-            rope_apply(part, rope_row(m, i), c->rope / 2, INTERLEAVED, 1);
+            rope_apply(part, rope_row(m, l, i), c->rope / 2, INTERLEAVED, 1);
         }
     }
 }
@@ -1677,16 +1883,16 @@ static void mla_backward(Model *m, Layer *l) {
         for (int64_t h = 0; h < H; h++) {
             real *part = m->d_q + (i * H + h) * hd + c->nope;
             memcpy(part, m->d_qrow + (i * H + h) * l->Dk + c->kv_lora, (size_t)c->rope * sizeof(real));
-            rope_apply(part, rope_row(m, i), c->rope / 2, INTERLEAVED, -1);
+            rope_apply(part, rope_row(m, l, i), c->rope / 2, INTERLEAVED, -1);
         }
         real *key = m->d_kva + i * l->R + c->kv_lora;
         memcpy(key, m->d_rows + i * l->R + c->kv_lora, (size_t)c->rope * sizeof(real));
-        rope_apply(key, rope_row(m, i), c->rope / 2, INTERLEAVED, -1);
+        rope_apply(key, rope_row(m, l, i), c->rope / 2, INTERLEAVED, -1);
     }
     linear_backward(m->d_qr, 0, grad(m, l->q_b), m->d_q, l->qr, param(m, l->q_b), N, c->q_lora, H * hd);
-    rmsnorm_backward(m->d_qr, c->q_lora, 0, grad(m, l->q_a_norm), m->d_qr, c->q_lora, l->rstd_q, l->qa, c->q_lora, param(m, l->q_a_norm), N, c->q_lora);
+    rmsnorm_backward(m->d_qr, c->q_lora, 0, grad(m, l->q_a_norm), m->d_qr, c->q_lora, l->rstd_q, l->qa, c->q_lora, param(m, l->q_a_norm), 0, N, c->q_lora);
     linear_backward(m->dxn, 0, grad(m, l->q_a), m->d_qr, l->xn, param(m, l->q_a), N, c->C, c->q_lora);
-    rmsnorm_backward(m->d_kva, l->R, 0, grad(m, l->kv_a_norm), m->d_rows, l->R, l->rstd_kv, l->kva, l->R, param(m, l->kv_a_norm), N, c->kv_lora);
+    rmsnorm_backward(m->d_kva, l->R, 0, grad(m, l->kv_a_norm), m->d_rows, l->R, l->rstd_kv, l->kva, l->R, param(m, l->kv_a_norm), 0, N, c->kv_lora);
     linear_backward(m->dxn, 1, grad(m, l->kv_a), m->d_kva, l->xn, param(m, l->kv_a), N, c->C, l->R);
 }
 
@@ -1694,7 +1900,7 @@ static int index_layout(const Config *c) { return !strcmp(c->model_type, "glm_mo
 
 // Index queries, keys and head weights of a D layer. Queries come from the query latent, keys and weights from the
 // normed input; RoPE on the first rope channels. The published scales HI^-0.5 and DI^-0.5 go into the weights.
-static void index_forward(Model *m, Layer *l) {
+static void mla_index_forward(Model *m, Layer *l) {
     const Config *c = &m->c;
     int64_t n = m->nr, r0 = m->r0, HI = c->HI, DI = c->DI;
     const real *xn = l->xn + r0 * c->C;
@@ -1705,25 +1911,25 @@ static void index_forward(Model *m, Layer *l) {
     real scale = (real)pow((double)(HI * DI), -0.5);
     #pragma omp parallel for schedule(static)
     for (int64_t i = r0; i < r0 + n; i++) {
-        rope_apply(l->k_index + i * DI, rope_row(m, i), c->rope / 2, index_layout(c), 1);
+        rope_apply(l->k_index + i * DI, rope_row(m, l, i), c->rope / 2, index_layout(c), 1);
         for (int64_t h = 0; h < HI; h++) {
-            rope_apply(l->q_index + (i * HI + h) * DI, rope_row(m, i), c->rope / 2, index_layout(c), 1);
+            rope_apply(l->q_index + (i * HI + h) * DI, rope_row(m, l, i), c->rope / 2, index_layout(c), 1);
             l->w_index[i * HI + h] *= scale;
         }
     }
 }
 
-// Gradients of the indexer's parameters from d_qi, d_ki, d_wi, which are cleared for the next indexer. The inputs
-// are detached: nothing flows on to xn or the query latent.
-static void index_backward(Model *m, Layer *l) {
+// Gradients of the indexer's parameters from d_qi, d_ki, d_wi. The inputs are detached: nothing flows on to xn or the
+// query latent.
+static void mla_index_backward(Model *m, Layer *l) {
     const Config *c = &m->c;
     int64_t N = m->N, HI = c->HI, DI = c->DI;
     real scale = (real)pow((double)(HI * DI), -0.5);
     #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < N; i++) {
-        rope_apply(m->d_ki + i * DI, rope_row(m, i), c->rope / 2, index_layout(c), -1);
+        rope_apply(m->d_ki + i * DI, rope_row(m, l, i), c->rope / 2, index_layout(c), -1);
         for (int64_t h = 0; h < HI; h++) {
-            rope_apply(m->d_qi + (i * HI + h) * DI, rope_row(m, i), c->rope / 2, index_layout(c), -1);
+            rope_apply(m->d_qi + (i * HI + h) * DI, rope_row(m, l, i), c->rope / 2, index_layout(c), -1);
             m->d_wi[i * HI + h] *= scale;
         }
     }
@@ -1731,10 +1937,363 @@ static void index_backward(Model *m, Layer *l) {
     layernorm_backward(m->d_ki2, grad(m, l->ik_norm), grad(m, l->ik_bias), m->d_ki, l->mean_k, l->rstd_k, l->ika, param(m, l->ik_norm), N, DI);
     linear_backward(NULL, 0, grad(m, l->ik), m->d_ki2, l->xn, param(m, l->ik), N, c->C, DI);
     linear_backward(NULL, 0, grad(m, l->iw), m->d_wi, l->xn, param(m, l->iw), N, c->C, HI);
-    memset(m->d_qi, 0, (size_t)(N * HI * DI) * sizeof(real));
-    memset(m->d_wi, 0, (size_t)(N * HI) * sizeof(real));
-    memset(m->d_ki, 0, (size_t)(N * DI) * sizeof(real));
 }
+
+// 10b. C, H, W (DeepSeek-V4, section 2.3; the compressor's overlap as in the published code)
+
+// When row i is the last token of a pool of its document: 1, with the pool's number in *e and the position of its first
+// token (counted from the document's start) in *at. Else 0.
+static int completes_pool(const Model *m, const Layer *l, int64_t i, int64_t *e, int64_t *at) {
+    int64_t length = i % m->T - m->doc[i] + 1;
+    if (!l->r || length % l->r) return 0;
+    *at = length - l->r;
+    *e = i / m->T * l->n_cand + m->doc[i] / l->r + *at / l->r;
+    return 1;
+}
+
+// The slots of the pool that row i completes: token and channel offset of slot s. C: the first halves of the pool before
+// (absent for a document's first pool), then the second halves of its own. H: its own tokens.
+static void pool_slot(const Layer *l, int64_t i, int64_t at, int64_t d, int64_t s, int64_t *token, int64_t *offset) {
+    int64_t skip = l->letter == 'C' && at == 0 ? l->r : 0, slots = l->letter == 'C' ? 2 * l->r : l->r;
+    *token = i + 1 - slots + s + skip;
+    *offset = l->letter == 'C' && s + skip >= l->r ? d : 0;
+}
+static int64_t pool_slots(const Layer *l, int64_t at) { return l->letter == 'C' && at > 0 ? 2 * l->r : l->r; }
+
+// Pool the completed windows of rows i: ent[e, d] = sum over slots of softmax(gate) * value, channel by channel. comp is
+// [2][N, width]: values, gates. out = RMS(ent) with the rotation of the pool's first token on the last channels.
+static void compress_forward(Model *m, Layer *l, const real *comp, int64_t d, real *ent, real *rstd, int norm, real *out, int64_t out_rows, int64_t out_from) {
+    int64_t width = comp_width(l, d) / 2;
+    const real *gates = comp + m->N * width;
+    if (m->r0 == 0) { // pools that no document fills must be finite in backward
+        memset(ent, 0, (size_t)(m->B * l->n_cand * d) * sizeof(real));
+        memset(rstd, 0, (size_t)(m->B * l->n_cand) * sizeof(real));
+    }
+    #pragma omp parallel for schedule(static)
+    for (int64_t i = m->r0; i < m->r0 + m->nr; i++) {
+        int64_t e, at, token, offset;
+        if (!completes_pool(m, l, i, &e, &at)) continue;
+        int64_t slots = pool_slots(l, at);
+        for (int64_t j = 0; j < d; j++) {
+            real top = (real)-INFINITY, sum = 0, value = 0;
+            for (int64_t s = 0; s < slots; s++) {
+                pool_slot(l, i, at, d, s, &token, &offset);
+                real g = gates[token * width + offset + j];
+                top = g > top ? g : top;
+            }
+            for (int64_t s = 0; s < slots; s++) {
+                pool_slot(l, i, at, d, s, &token, &offset);
+                real p = exp_real(gates[token * width + offset + j] - top);
+                sum += p;
+                value += p * comp[token * width + offset + j];
+            }
+            ent[e * d + j] = value / sum;
+        }
+        real *y = out + (i / m->T * out_rows + out_from + e % l->n_cand) * d;
+        rstd[e] = rmsnorm_row(y, ent + e * d, param(m, norm), 0, d, m->c.rms_eps);
+        rope_apply(y + d - m->c.rope, l->cos_sin + at * m->c.rope, m->c.rope / 2, INTERLEAVED, 1);
+    }
+}
+
+// Gradients of the compressor: d_out (as out, rotated back in place) -> norm weights, d_comp [2][N, width], position bias.
+static void compress_backward(Model *m, Layer *l, const real *comp, int64_t d, const real *ent, const real *rstd, int norm, int bias,
+                              real *d_out, int64_t out_rows, int64_t out_from, real *d_ent, real *d_comp) {
+    int64_t width = comp_width(l, d) / 2, N = m->N;
+    const real *gates = comp + N * width;
+    real *d_gates = d_comp + N * width;
+    memset(d_comp, 0, (size_t)(2 * N * width) * sizeof(real));
+    #pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < N; i++) {
+        int64_t e, at;
+        if (completes_pool(m, l, i, &e, &at))
+            rope_apply(d_out + (i / m->T * out_rows + out_from + e % l->n_cand) * d + d - m->c.rope, l->cos_sin + at * m->c.rope, m->c.rope / 2, INTERLEAVED, -1);
+    }
+    for (int64_t b = 0; b < m->B; b++)
+        rmsnorm_backward(d_ent + b * l->n_cand * d, d, 0, grad(m, norm), d_out + (b * out_rows + out_from) * d, d, rstd + b * l->n_cand,
+                         ent + b * l->n_cand * d, d, param(m, norm), 0, l->n_cand, d);
+    #pragma omp parallel for schedule(static) // each token and channel serves one pool: no two threads meet
+    for (int64_t i = 0; i < N; i++) {
+        int64_t e, at, token, offset;
+        if (!completes_pool(m, l, i, &e, &at)) continue;
+        int64_t slots = pool_slots(l, at);
+        for (int64_t j = 0; j < d; j++) {
+            real top = (real)-INFINITY, sum = 0, dy = d_ent[e * d + j], y = ent[e * d + j];
+            for (int64_t s = 0; s < slots; s++) {
+                pool_slot(l, i, at, d, s, &token, &offset);
+                top = gates[token * width + offset + j] > top ? gates[token * width + offset + j] : top;
+            }
+            for (int64_t s = 0; s < slots; s++) {
+                pool_slot(l, i, at, d, s, &token, &offset);
+                sum += exp_real(gates[token * width + offset + j] - top);
+            }
+            for (int64_t s = 0; s < slots; s++) {
+                pool_slot(l, i, at, d, s, &token, &offset);
+                int64_t x = token * width + offset + j;
+                real p = exp_real(gates[x] - top) / sum;
+                d_comp[x] = p * dy;
+                d_gates[x] = p * dy * (comp[x] - y);
+            }
+        }
+    }
+    real *d_bias = grad(m, bias);
+    #pragma omp parallel for schedule(static)
+    for (int64_t j0 = 0; j0 < width; j0 += COLUMNS)
+        for (int64_t i = 0; i < N; i++)
+            for (int64_t j = j0; j < min64(j0 + COLUMNS, width); j++) d_bias[(i % m->T - m->doc[i]) % l->r * width + j] += d_gates[i * width + j];
+}
+
+// The inputs of a compressor: values = xn Wkv, gates = xn Wgate + bias of the token's place in its pool.
+static void compress_project(Model *m, Layer *l, real *comp, int kv, int gate, int bias, int64_t d) {
+    int64_t width = comp_width(l, d) / 2, r0 = m->r0, n = m->nr, C = m->c.C;
+    real *gates = comp + m->N * width;
+    linear_forward(comp + r0 * width, l->xn + r0 * C, param(m, kv), n, C, width);
+    linear_forward(gates + r0 * width, l->xn + r0 * C, param(m, gate), n, C, width);
+    #pragma omp parallel for schedule(static)
+    for (int64_t i = r0; i < r0 + n; i++)
+        for (int64_t j = 0; j < width; j++) gates[i * width + j] += param(m, bias)[(i % m->T - m->doc[i]) % l->r * width + j];
+}
+
+// Queries, window rows and entries from the normed input xn. Queries are normed by head without weights.
+static void v4_forward(Model *m, Layer *l) {
+    const Config *c = &m->c;
+    int64_t n = m->nr, r0 = m->r0, H = c->H, D = c->head_dim;
+    const real *xn = l->xn + r0 * c->C;
+    real *qr = l->qr + r0 * c->q_lora;
+    linear_forward(l->qa + r0 * c->q_lora, xn, param(m, l->q_a), n, c->C, c->q_lora);
+    rmsnorm_forward(qr, c->q_lora, l->rstd_q + r0, l->qa + r0 * c->q_lora, c->q_lora, param(m, l->q_a_norm), 0, n, c->q_lora, c->rms_eps);
+    linear_forward(l->q + r0 * H * D, qr, param(m, l->q_b), n, c->q_lora, H * D);
+    rmsnorm_forward(l->qrow + r0 * H * D, D, l->rstd_h + r0 * H, l->q + r0 * H * D, D, NULL, 0, n * H, D, c->rms_eps);
+    linear_forward(l->kva + r0 * D, xn, param(m, l->kv_a), n, c->C, D);
+    #pragma omp parallel for schedule(static)
+    for (int64_t i = r0; i < r0 + n; i++) {
+        real *row = l->rows + (i / m->T * l->n_rows + i % m->T) * D;
+        l->rstd_kv[i] = rmsnorm_row(row, l->kva + i * D, param(m, l->kv_a_norm), 0, D, c->rms_eps);
+        rope_apply(row + D - c->rope, rope_row(m, l, i), c->rope / 2, INTERLEAVED, 1);
+        for (int64_t h = 0; h < H; h++) rope_apply(l->qrow + (i * H + h + 1) * D - c->rope, rope_row(m, l, i), c->rope / 2, INTERLEAVED, 1);
+    }
+    if (l->letter == 'W') return;
+    compress_project(m, l, l->comp, l->comp_kv, l->comp_gate, l->comp_bias, D);
+    compress_forward(m, l, l->comp, D, l->ent, l->rstd_e, l->comp_norm, l->rows, l->n_rows, m->T);
+}
+
+// y: the rotated channels of each head's sum are rotated back by the query's position (rows are keys and values at
+// once, so values carry their keys' rotation), then heads go in groups through o_a, all together through o_b.
+static void v4_output_forward(Model *m, Layer *l) {
+    const Config *c = &m->c;
+    int64_t n = m->nr, r0 = m->r0, H = c->H, D = c->head_dim, wide = l->n_att / c->o_groups, mid = c->o_groups * c->o_lora;
+    memcpy(l->att + r0 * H * D, l->oc + r0 * H * D, (size_t)(n * H * D) * sizeof(real));
+    #pragma omp parallel for schedule(static)
+    for (int64_t i = r0; i < r0 + n; i++)
+        for (int64_t h = 0; h < H; h++) rope_apply(l->att + (i * H + h + 1) * D - c->rope, rope_row(m, l, i), c->rope / 2, INTERLEAVED, -1);
+    for (int64_t g = 0; g < c->o_groups; g++)
+        matmul(l->oa + r0 * mid + g * c->o_lora, mid, l->att + r0 * H * D + g * wide, H * D, 1, param(m, l->o_a) + g * c->o_lora * wide, 1, wide, n, c->o_lora, wide, 0);
+    linear_forward(m->y + r0 * c->C, l->oa + r0 * mid, param(m, l->o), n, mid, c->C);
+}
+
+static void v4_output_backward(Model *m, Layer *l, const real *dy) {
+    const Config *c = &m->c;
+    int64_t N = m->N, H = c->H, D = c->head_dim, wide = l->n_att / c->o_groups, mid = c->o_groups * c->o_lora;
+    linear_backward(m->d_oa, 0, grad(m, l->o), dy, l->oa, param(m, l->o), N, mid, c->C);
+    for (int64_t g = 0; g < c->o_groups; g++) {
+        int64_t w = g * c->o_lora * wide;
+        matmul(m->d_oc + g * wide, H * D, m->d_oa + g * c->o_lora, mid, 1, param(m, l->o_a) + w, wide, 1, N, wide, c->o_lora, 0);
+        matmul(grad(m, l->o_a) + w, wide, m->d_oa + g * c->o_lora, 1, mid, l->att + g * wide, H * D, 1, c->o_lora, wide, N, 1);
+    }
+    #pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < N; i++)
+        for (int64_t h = 0; h < H; h++) rope_apply(m->d_oc + (i * H + h + 1) * D - c->rope, rope_row(m, l, i), c->rope / 2, INTERLEAVED, 1);
+}
+
+// The gradients of a compressor's projections; dxn receives its share unless NULL (the indexer's inputs are detached).
+static void compress_project_backward(Model *m, Layer *l, real *dxn, int kv, int gate, int64_t d) {
+    int64_t width = comp_width(l, d) / 2;
+    linear_backward(dxn, 1, grad(m, kv), m->d_comp, l->xn, param(m, kv), m->N, m->c.C, width);
+    linear_backward(dxn, 1, grad(m, gate), m->d_comp + m->N * width, l->xn, param(m, gate), m->N, m->c.C, width);
+}
+
+// dxn from d_qrow, d_rows and d_sink, with the gradients of everything on the way.
+static void v4_backward(Model *m, Layer *l) {
+    const Config *c = &m->c;
+    int64_t N = m->N, H = c->H, D = c->head_dim;
+    for (int64_t h = 0; h < H; h++)
+        for (int64_t i = 0; i < N; i++) grad(m, l->sinks)[h] += m->d_sink[i * H + h];
+    #pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < N; i++) {
+        rope_apply(m->d_rows + (i / m->T * l->n_rows + i % m->T + 1) * D - c->rope, rope_row(m, l, i), c->rope / 2, INTERLEAVED, -1);
+        for (int64_t h = 0; h < H; h++) rope_apply(m->d_qrow + (i * H + h + 1) * D - c->rope, rope_row(m, l, i), c->rope / 2, INTERLEAVED, -1);
+    }
+    rmsnorm_backward(m->d_q, D, 0, NULL, m->d_qrow, D, l->rstd_h, l->q, D, NULL, 0, N * H, D);
+    linear_backward(m->d_qr, 0, grad(m, l->q_b), m->d_q, l->qr, param(m, l->q_b), N, c->q_lora, H * D);
+    rmsnorm_backward(m->d_qr, c->q_lora, 0, grad(m, l->q_a_norm), m->d_qr, c->q_lora, l->rstd_q, l->qa, c->q_lora, param(m, l->q_a_norm), 0, N, c->q_lora);
+    linear_backward(m->dxn, 0, grad(m, l->q_a), m->d_qr, l->xn, param(m, l->q_a), N, c->C, c->q_lora);
+    for (int64_t b = 0; b < m->B; b++)
+        rmsnorm_backward(m->d_kva + b * m->T * D, D, 0, grad(m, l->kv_a_norm), m->d_rows + b * l->n_rows * D, D, l->rstd_kv + b * m->T,
+                         l->kva + b * m->T * D, D, param(m, l->kv_a_norm), 0, m->T, D);
+    linear_backward(m->dxn, 1, grad(m, l->kv_a), m->d_kva, l->xn, param(m, l->kv_a), N, c->C, D);
+    if (l->letter == 'W') return;
+    compress_backward(m, l, l->comp, D, l->ent, l->rstd_e, l->comp_norm, l->comp_bias, m->d_rows, l->n_rows, m->T, m->d_ent, m->d_comp);
+    compress_project_backward(m, l, m->dxn, l->comp_kv, l->comp_gate, D);
+}
+
+// Index queries from the query latent, rotated on the last channels; index keys by a compressor of their own.
+static void v4_index_forward(Model *m, Layer *l) {
+    const Config *c = &m->c;
+    int64_t n = m->nr, r0 = m->r0, HI = c->HI, DI = c->DI;
+    real scale = (real)pow((double)(HI * DI), -0.5);
+    linear_forward(l->q_index + r0 * HI * DI, l->qr + r0 * c->q_lora, param(m, l->iq), n, c->q_lora, HI * DI);
+    linear_forward(l->w_index + r0 * HI, l->xn + r0 * c->C, param(m, l->iw), n, c->C, HI);
+    #pragma omp parallel for schedule(static)
+    for (int64_t i = r0; i < r0 + n; i++) {
+        for (int64_t h = 0; h < HI; h++) {
+            rope_apply(l->q_index + (i * HI + h + 1) * DI - c->rope, rope_row(m, l, i), c->rope / 2, INTERLEAVED, 1);
+            l->w_index[i * HI + h] *= scale;
+        }
+    }
+    compress_project(m, l, l->icomp, l->ik, l->icomp_gate, l->icomp_bias, DI);
+    compress_forward(m, l, l->icomp, DI, l->ika, l->rstd_k, l->ik_norm, l->k_index, l->n_cand, 0);
+}
+
+static void v4_index_backward(Model *m, Layer *l) {
+    const Config *c = &m->c;
+    int64_t N = m->N, HI = c->HI, DI = c->DI;
+    real scale = (real)pow((double)(HI * DI), -0.5);
+    #pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < N; i++) {
+        for (int64_t h = 0; h < HI; h++) {
+            rope_apply(m->d_qi + (i * HI + h + 1) * DI - c->rope, rope_row(m, l, i), c->rope / 2, INTERLEAVED, -1);
+            m->d_wi[i * HI + h] *= scale;
+        }
+    }
+    linear_backward(NULL, 0, grad(m, l->iq), m->d_qi, l->qr, param(m, l->iq), N, c->q_lora, HI * DI);
+    linear_backward(NULL, 0, grad(m, l->iw), m->d_wi, l->xn, param(m, l->iw), N, c->C, HI);
+    compress_backward(m, l, l->icomp, DI, l->ika, l->rstd_k, l->ik_norm, l->icomp_bias, m->d_ki, l->n_cand, 0, m->d_ki2, m->d_comp);
+    compress_project_backward(m, l, NULL, l->ik, l->icomp_gate, DI);
+}
+
+// 10c. Q (Qwen3.8-Flash-Next, report section 2.1.2)
+
+// Queries and gates, keys and values; queries and keys normed by head (weights 1 + w), rotated on the first channels.
+static void qsa_forward(Model *m, Layer *l) {
+    const Config *c = &m->c;
+    int64_t n = m->nr, r0 = m->r0, H = c->H, D = c->head_dim, G = l->G;
+    const real *xn = l->xn + r0 * c->C;
+    linear_forward(l->q + r0 * l->n_q, xn, param(m, l->q_proj), n, c->C, l->n_q);
+    rmsnorm_forward(l->qrow + r0 * H * D, D, l->rstd_h + r0 * H, l->q + r0 * l->n_q, 2 * D, param(m, l->q_norm), 1, n * H, D, c->rms_eps);
+    matmul(l->kva + r0 * l->R, l->R, xn, c->C, 1, param(m, l->k_proj), 1, c->C, n, G * D, c->C, 0);
+    matmul(l->rows + r0 * l->R + l->v_off, l->R, xn, c->C, 1, param(m, l->v_proj), 1, c->C, n, G * D, c->C, 0);
+    #pragma omp parallel for schedule(static)
+    for (int64_t i = r0; i < r0 + n; i++) {
+        for (int64_t g = 0; g < G; g++) {
+            real *key = l->rows + i * l->R + g * D;
+            l->rstd_kv[i * G + g] = rmsnorm_row(key, l->kva + i * l->R + g * D, param(m, l->k_norm), 1, D, c->rms_eps);
+            rope_apply(key, rope_row(m, l, i), c->rope / 2, HALF_SPLIT, 1);
+        }
+        for (int64_t h = 0; h < H; h++) rope_apply(l->qrow + (i * H + h) * D, rope_row(m, l, i), c->rope / 2, HALF_SPLIT, 1);
+    }
+}
+
+// y = o_proj(oc * sigmoid(gate))
+static void qsa_output_forward(Model *m, Layer *l) {
+    const Config *c = &m->c;
+    int64_t n = m->nr, r0 = m->r0, H = c->H, D = c->head_dim;
+    #pragma omp parallel for schedule(static)
+    for (int64_t i = r0 * H; i < (r0 + n) * H; i++)
+        for (int64_t d = 0; d < D; d++) l->att[i * D + d] = l->oc[i * D + d] / (1 + exp_real(-l->q[(2 * i + 1) * D + d]));
+    linear_forward(m->y + r0 * c->C, l->att + r0 * H * D, param(m, l->o), n, H * D, c->C);
+}
+
+// d_oc and the gates' half of d_q from dy.
+static void qsa_output_backward(Model *m, Layer *l, const real *dy) {
+    const Config *c = &m->c;
+    int64_t N = m->N, H = c->H, D = c->head_dim;
+    linear_backward(m->d_att, 0, grad(m, l->o), dy, l->att, param(m, l->o), N, H * D, c->C);
+    #pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < N * H; i++) {
+        for (int64_t d = 0; d < D; d++) {
+            real s = 1 / (1 + exp_real(-l->q[(2 * i + 1) * D + d])), g = m->d_att[i * D + d];
+            m->d_oc[i * D + d] = g * s;
+            m->d_q[(2 * i + 1) * D + d] = g * l->oc[i * D + d] * s * (1 - s);
+        }
+    }
+}
+
+static void qsa_backward(Model *m, Layer *l) {
+    const Config *c = &m->c;
+    int64_t N = m->N, H = c->H, D = c->head_dim, G = l->G;
+    #pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < N; i++) {
+        for (int64_t g = 0; g < G; g++) rope_apply(m->d_rows + i * l->R + g * D, rope_row(m, l, i), c->rope / 2, HALF_SPLIT, -1);
+        for (int64_t h = 0; h < H; h++) rope_apply(m->d_qrow + (i * H + h) * D, rope_row(m, l, i), c->rope / 2, HALF_SPLIT, -1);
+    }
+    rmsnorm_backward(m->d_q, 2 * D, 0, grad(m, l->q_norm), m->d_qrow, D, l->rstd_h, l->q, 2 * D, param(m, l->q_norm), 1, N * H, D);
+    linear_backward(m->dxn, 0, grad(m, l->q_proj), m->d_q, l->xn, param(m, l->q_proj), N, c->C, l->n_q);
+    for (int64_t i = 0; i < N; i++) // by group, since keys and values share a row; d_kva takes both
+        memcpy(m->d_kva + i * l->R + l->v_off, m->d_rows + i * l->R + l->v_off, (size_t)(G * D) * sizeof(real));
+    for (int64_t g = 0; g < G; g++) {
+        for (int64_t i = 0; i < N; i++) m->d_sink[i] = l->rstd_kv[i * G + g]; // this group's column
+        rmsnorm_backward(m->d_kva + g * D, l->R, 0, grad(m, l->k_norm), m->d_rows + g * D, l->R, m->d_sink, l->kva + g * D, l->R, param(m, l->k_norm), 1, N, D);
+    }
+    for (int half = 0; half < 2; half++) {
+        int w = half ? l->v_proj : l->k_proj;
+        real *dy = m->d_kva + half * l->v_off;
+        matmul(m->dxn, c->C, dy, l->R, 1, param(m, w), c->C, 1, N, c->C, G * D, 1);
+        matmul(grad(m, w), c->C, dy, 1, l->R, l->xn, c->C, 1, G * D, c->C, N, 1);
+    }
+}
+
+// Index queries and keys from one projection of xn: HI query heads, then the key. Keys are averaged raw over a block,
+// then normed and rotated at the block's first position. There are no head weights.
+static void qsa_index_forward(Model *m, Layer *l) {
+    const Config *c = &m->c;
+    int64_t n = m->nr, r0 = m->r0, HI = c->HI, DI = c->DI, width = (HI + 1) * DI;
+    linear_forward(l->icomp + r0 * width, l->xn + r0 * c->C, param(m, l->iq), n, c->C, width);
+    if (r0 == 0) { // blocks that no document fills must be finite in backward
+        memset(l->ika, 0, (size_t)(m->B * l->n_cand * DI) * sizeof(real));
+        memset(l->rstd_k, 0, (size_t)(m->B * l->n_cand) * sizeof(real));
+    }
+    #pragma omp parallel for schedule(static)
+    for (int64_t i = r0; i < r0 + n; i++) {
+        int64_t e, at;
+        for (int64_t h = 0; h < HI; h++) {
+            real *q = l->q_index + (i * HI + h) * DI;
+            l->rstd_iq[h * m->N + i] = rmsnorm_row(q, l->icomp + i * width + h * DI, param(m, l->ik_bias), 1, DI, c->rms_eps);
+            rope_apply(q, rope_row(m, l, i), c->rope / 2, HALF_SPLIT, 1);
+            l->w_index[i * HI + h] = (real)pow((double)DI, -0.5);
+        }
+        if (!completes_pool(m, l, i, &e, &at)) continue;
+        real *mean = l->ika + e * DI, *key = l->k_index + e * DI;
+        memset(mean, 0, (size_t)DI * sizeof(real));
+        for (int64_t j = i + 1 - l->r; j <= i; j++)
+            for (int64_t d = 0; d < DI; d++) mean[d] += l->icomp[j * width + HI * DI + d] / (real)l->r;
+        l->rstd_k[e] = rmsnorm_row(key, mean, param(m, l->ik_norm), 1, DI, c->rms_eps);
+        rope_apply(key, l->cos_sin + at * c->rope, c->rope / 2, HALF_SPLIT, 1);
+    }
+}
+
+static void qsa_index_backward(Model *m, Layer *l) {
+    const Config *c = &m->c;
+    int64_t N = m->N, HI = c->HI, DI = c->DI, width = (HI + 1) * DI;
+    memset(m->d_comp, 0, (size_t)(N * width) * sizeof(real));
+    #pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < N; i++) {
+        int64_t e, at;
+        for (int64_t h = 0; h < HI; h++) rope_apply(m->d_qi + (i * HI + h) * DI, rope_row(m, l, i), c->rope / 2, HALF_SPLIT, -1);
+        if (completes_pool(m, l, i, &e, &at)) rope_apply(m->d_ki + e * DI, l->cos_sin + at * c->rope, c->rope / 2, HALF_SPLIT, -1);
+    }
+    for (int64_t h = 0; h < HI; h++)
+        rmsnorm_backward(m->d_comp + h * DI, width, 0, grad(m, l->ik_bias), m->d_qi + h * DI, HI * DI, l->rstd_iq + h * N, l->icomp + h * DI, width, param(m, l->ik_bias), 1, N, DI);
+    rmsnorm_backward(m->d_ki2, DI, 0, grad(m, l->ik_norm), m->d_ki, DI, l->rstd_k, l->ika, DI, param(m, l->ik_norm), 1, m->B * l->n_cand, DI);
+    #pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < N; i++) {
+        int64_t e, at;
+        if (!completes_pool(m, l, i, &e, &at)) continue;
+        for (int64_t j = i + 1 - l->r; j <= i; j++)
+            for (int64_t d = 0; d < DI; d++) m->d_comp[j * width + HI * DI + d] = m->d_ki2[e * DI + d] / (real)l->r;
+    }
+    linear_backward(NULL, 0, grad(m, l->iq), m->d_comp, l->xn, param(m, l->iq), N, c->C, width);
+}
+
+// 10d. All letters
 
 // Compare the selection of sampled queries with dense attention: the mass it covers, the share of the true top-k it
 // found, and for scale the mass of the last k tokens and of the true top-k.
@@ -1767,22 +2326,28 @@ static void probe_layer(Model *m, Layer *l) {
 
 // y = attention of the normed input xn, for the rows being computed.
 static void attention_forward(Model *m, Layer *l) {
-    mla_forward(m, l);
+    int mla = is_mla(l->letter), v4 = is_v4(l->letter);
+    (mla ? mla_forward : v4 ? v4_forward : qsa_forward)(m, l);
     if (is_sparse(l->letter)) {
-        index_forward(m, l);
+        (mla ? mla_index_forward : v4 ? v4_index_forward : qsa_index_forward)(m, l);
         if (!m->fixed_selection && (!m->dense || m->probe.queries)) select_forward(m, l);
         if (m->probe.queries) probe_layer(m, l);
     }
     sparse_attention_forward(m, l);
-    mla_output_forward(m, l);
+    (mla ? mla_output_forward : v4 ? v4_output_forward : qsa_output_forward)(m, l);
 }
 
-// dxn and the gradients of all parameters of the layer from dy.
+// dxn and the gradients of all parameters of the layer from dy. The indexer's accumulators are cleared for the next one.
 static void attention_backward(Model *m, Layer *l, const real *dy) {
-    mla_output_backward(m, l, dy);
+    int mla = is_mla(l->letter), v4 = is_v4(l->letter);
+    (mla ? mla_output_backward : v4 ? v4_output_backward : qsa_output_backward)(m, l, dy);
     sparse_attention_backward(m, l);
-    mla_backward(m, l);
-    if (is_sparse(l->letter)) index_backward(m, l);
+    (mla ? mla_backward : v4 ? v4_backward : qsa_backward)(m, l);
+    if (!is_sparse(l->letter)) return;
+    (mla ? mla_index_backward : v4 ? v4_index_backward : qsa_index_backward)(m, l);
+    memset(m->d_qi, 0, (size_t)(m->N * m->c.HI * m->c.DI) * sizeof(real));
+    memset(m->d_wi, 0, (size_t)(m->N * m->c.HI) * sizeof(real));
+    memset(m->d_ki, 0, (size_t)(m->B * l->n_cand * m->c.DI) * sizeof(real));
 }
 
 // ----------------------------------------------------------------------------
@@ -1798,10 +2363,10 @@ static void residual_forward(real *out, const real *a, const real *b, int64_t n)
 static void block_forward(Model *m, Layer *l, real *next) {
     const Config *c = &m->c;
     int64_t C = c->C, F = c->F, n = m->nr, r0 = m->r0, at = r0 * C;
-    rmsnorm_forward(l->xn + at, C, l->rstd + r0, l->x + at, C, param(m, l->input_norm), n, C, c->rms_eps);
+    rmsnorm_forward(l->xn + at, C, l->rstd + r0, l->x + at, C, param(m, l->input_norm), 0, n, C, c->rms_eps);
     attention_forward(m, l);
     residual_forward(l->x2 + at, l->x + at, m->y + at, n * C);
-    rmsnorm_forward(l->xn2 + at, C, l->rstd2 + r0, l->x2 + at, C, param(m, l->post_norm), n, C, c->rms_eps);
+    rmsnorm_forward(l->xn2 + at, C, l->rstd2 + r0, l->x2 + at, C, param(m, l->post_norm), 0, n, C, c->rms_eps);
     linear_forward(l->g + r0 * F, l->xn2 + at, param(m, l->gate), n, C, F);
     linear_forward(l->u + r0 * F, l->xn2 + at, param(m, l->up), n, C, F);
     swiglu_forward(l->act + r0 * F, l->g + r0 * F, l->u + r0 * F, n * F);
@@ -1817,9 +2382,9 @@ static void block_backward(Model *m, Layer *l) {
     swiglu_backward(m->d_g, m->d_u, m->d_act, l->g, l->u, N * F);
     linear_backward(m->dxn, 0, grad(m, l->gate), m->d_g, l->xn2, param(m, l->gate), N, C, F);
     linear_backward(m->dxn, 1, grad(m, l->up), m->d_u, l->xn2, param(m, l->up), N, C, F);
-    rmsnorm_backward(m->dx, C, 1, grad(m, l->post_norm), m->dxn, C, l->rstd2, l->x2, C, param(m, l->post_norm), N, C);
+    rmsnorm_backward(m->dx, C, 1, grad(m, l->post_norm), m->dxn, C, l->rstd2, l->x2, C, param(m, l->post_norm), 0, N, C);
     attention_backward(m, l, m->dx);
-    rmsnorm_backward(m->dx, C, 1, grad(m, l->input_norm), m->dxn, C, l->rstd, l->x, C, param(m, l->input_norm), N, C);
+    rmsnorm_backward(m->dx, C, 1, grad(m, l->input_norm), m->dxn, C, l->rstd, l->x, C, param(m, l->input_norm), 0, N, C);
 }
 
 // Cross-entropy of xf against the targets, a chunk of rows at a time, so that the logits [N, V] never exist whole;
@@ -1878,7 +2443,7 @@ static void model_forward(Model *m) {
     #pragma omp parallel for schedule(static)
     for (int64_t i = m->r0; i < m->r0 + m->nr; i++) memcpy(m->layers[0].x + i * C, param(m, m->embed) + m->tokens[i] * C, (size_t)C * sizeof(real));
     for (int64_t l = 0; l < m->c.L; l++) block_forward(m, &m->layers[l], l + 1 < m->c.L ? m->layers[l + 1].x : m->last_x);
-    rmsnorm_forward(m->xf + m->r0 * C, C, m->rstd_f + m->r0, m->last_x + m->r0 * C, C, param(m, m->final_norm), m->nr, C, m->c.rms_eps);
+    rmsnorm_forward(m->xf + m->r0 * C, C, m->rstd_f + m->r0, m->last_x + m->r0 * C, C, param(m, m->final_norm), 0, m->nr, C, m->c.rms_eps);
     classifier(m);
 }
 
@@ -1888,8 +2453,8 @@ static void model_backward(Model *m) {
     memset(m->row_kl, 0, (size_t)N * sizeof(float));
     memset(m->d_qi, 0, (size_t)(N * m->c.HI * m->c.DI) * sizeof(real));
     memset(m->d_wi, 0, (size_t)(N * m->c.HI) * sizeof(real));
-    memset(m->d_ki, 0, (size_t)(N * m->c.DI) * sizeof(real));
-    rmsnorm_backward(m->dx, C, 0, grad(m, m->final_norm), m->dxn, C, m->rstd_f, m->last_x, C, param(m, m->final_norm), N, C);
+    for (int64_t l = 0; l < m->c.L; l++) memset(m->d_ki, 0, (size_t)(m->B * m->layers[l].n_cand * m->c.DI) * sizeof(real));
+    rmsnorm_backward(m->dx, C, 0, grad(m, m->final_norm), m->dxn, C, m->rstd_f, m->last_x, C, param(m, m->final_norm), 0, N, C);
     for (int64_t l = m->c.L - 1; l >= 0; l--) {
         if (!strcmp(m->c.recompute, "block")) { // the selection is kept, not made again (unless --replay 0)
             int fixed = m->fixed_selection;
@@ -1980,18 +2545,18 @@ static double learning_rate(const Config *c, int64_t step) {
 // written under a temporary name, flushed and renamed: a folder named step_N is whole, or was damaged later, which
 // the checksums show.
 
-// The model class of transformers that this model is, or NULL.
+// The model class of transformers that this model is, or NULL; *type is its model_type, or "hyscale".
 static const char *published_class(const Config *c, const char **type) {
-    int d = 0, s = 0, f = 0;
+    int d = 0, s = 0, f = 0, glm = !strcmp(c->model_type, "glm_moe_dsa");
     for (int64_t l = 0; l < c->L; l++) {
-        char letter = layer_letter(c, l);
-        d += letter == 'D';
-        s += letter == 'S';
-        f += letter == 'F';
+        d += layer_letter(c, l) == 'D';
+        s += layer_letter(c, l) == 'S';
+        f += layer_letter(c, l) == 'F';
     }
-    int glm = !strcmp(c->model_type, "glm_moe_dsa");
-    *type = f == c->L ? "deepseek_v3" : f ? "hyscale" : glm ? "glm_moe_dsa" : s ? "hyscale" : "deepseek_v32";
-    return f == c->L ? "DeepseekV3ForCausalLM" : f ? NULL : glm ? "GlmMoeDsaForCausalLM" : s ? NULL : "DeepseekV32ForCausalLM";
+    if (f == c->L) return *type = "deepseek_v3", "DeepseekV3ForCausalLM";
+    if (d + s == c->L && glm) return *type = "glm_moe_dsa", "GlmMoeDsaForCausalLM";
+    if (d == c->L) return *type = "deepseek_v32", "DeepseekV32ForCausalLM";
+    return *type = "hyscale", (const char *)NULL;
 }
 
 // Open a file of the folder for writing, or stop.
@@ -2016,8 +2581,10 @@ static void write_config_json(const Model *m, const char *dir) {
     if (cls) fprintf(f, "  \"architectures\": [\"%s\"],\n", cls);
     fprintf(f, "  \"model_type\": \"%s\",\n", type);
     config_write_arch(f, c);
-    fprintf(f, "  \"num_key_value_heads\": %lld,\n  \"hidden_act\": \"silu\",\n  \"attention_bias\": false,\n  \"attention_dropout\": 0.0,\n"
-               "  \"tie_word_embeddings\": false,\n  \"max_position_embeddings\": %lld,\n", (long long)c->H, (long long)max64(c->T, 4096));
+    if (cls) fprintf(f, "  \"num_key_value_heads\": %lld,\n", (long long)c->H);
+    fprintf(f, "  \"hidden_act\": \"silu\",\n  \"attention_bias\": false,\n  \"attention_dropout\": 0.0,\n"
+               "  \"tie_word_embeddings\": false,\n  \"max_position_embeddings\": %lld,\n", (long long)max64(c->T, 4096));
+    if (!cls) fprintf(f, "  \"hyscale_model_type\": \"%s\",\n", c->model_type);
     fprintf(f, "  \"rope_theta\": %.17g,\n  \"rope_parameters\": {\"rope_type\": \"%s\", \"rope_theta\": %.17g", c->rope_theta, c->rope_type, c->rope_theta);
     if (!strcmp(c->rope_type, "yarn"))
         fprintf(f, ", \"factor\": %.17g, \"original_max_position_embeddings\": %lld, \"beta_fast\": %.17g, \"beta_slow\": %.17g, \"mscale\": %.17g, \"mscale_all_dim\": %.17g",
@@ -2096,6 +2663,27 @@ static void make_folder(const char *path) {
     if (mkdir(path, 0777) && errno != EEXIST) die("cannot make folder %s: %s", path, strerror(errno));
 }
 
+// 64-bit FNV-1a of a text.
+static uint64_t text_hash(const char *s, size_t n) {
+    uint64_t h = 0xcbf29ce484222325ull;
+    for (size_t i = 0; i < n; i++) h = (h ^ (unsigned char)s[i]) * 0x100000001b3ull;
+    return h;
+}
+
+// Remove what saves of processes that are gone have left unfinished.
+static void remove_unfinished(const char *out) {
+    DIR *d = opendir(out);
+    for (struct dirent *e; d && (e = readdir(d));) {
+        long long step;
+        int pid;
+        char path[1024];
+        if (sscanf(e->d_name, "step_%lld.tmp.%d", &step, &pid) != 2 || pid == (int)getpid() || kill(pid, 0) == 0 || errno != ESRCH) continue;
+        snprintf(path, sizeof path, "%s/%s", out, e->d_name);
+        remove_checkpoint(path);
+    }
+    if (d) closedir(d);
+}
+
 // Write the checkpoint of a finished step; keep the newest c->keep.
 static void checkpoint_save(const Model *m, int64_t step, int64_t rows_seen) {
     const Config *c = &m->c;
@@ -2104,6 +2692,7 @@ static void checkpoint_save(const Model *m, int64_t step, int64_t rows_seen) {
     const char *files[] = {"model.safetensors", "optimizer-00000-of-00001.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"};
     snprintf(dir, sizeof dir, "%s/step_%06lld", c->out, (long long)step);
     snprintf(tmp, sizeof tmp, "%s.tmp.%d", dir, (int)getpid());
+    remove_unfinished(c->out);
     make_folder(tmp);
     StOut *t = (StOut *)xalloc((size_t)m->n_tensors * sizeof *t);
     for (int i = 0; i < m->n_tensors; i++) {
@@ -2132,7 +2721,10 @@ static void checkpoint_save(const Model *m, int64_t step, int64_t rows_seen) {
     write_config_json(m, tmp);
     int n_files = c->V == 257 ? 5 : 3; // a byte vocabulary has a tokenizer of its own
     if (n_files == 5) write_tokenizer_json(tmp);
-    FILE *f = create_file(tmp, "state.json");
+    char *text = NULL;
+    size_t len = 0;
+    FILE *f = open_memstream(&text, &len);
+    if (!f) die("no memory for state.json");
     fprintf(f, "{\n  \"step\": %lld,\n  \"rows_seen\": %lld,\n  \"options\": {", (long long)step, (long long)rows_seen);
     for (int i = 0; i < N_OPTIONS; i++) {
         fprintf(f, "%s\n    \"%s\": ", i ? "," : "", OPTIONS[i].name);
@@ -2147,8 +2739,12 @@ static void checkpoint_save(const Model *m, int64_t step, int64_t rows_seen) {
         if (failed || stat(path, &st)) die("cannot read back %s: %s", path, failed ? err : strerror(errno));
         fprintf(f, "%s\n    \"%s\": [\"%lld\", \"%016llx\"]", i ? "," : "", files[i], (long long)st.st_size, (unsigned long long)hash);
     }
-    fprintf(f, "\n  }\n}\n");
+    fprintf(f, "\n  },");
+    if (fclose(f)) die("no memory for state.json");
+    f = create_file(tmp, "state.json");
+    fprintf(f, "%s\n  \"seal\": \"%016llx\"\n}\n", text, (unsigned long long)text_hash(text, len));
     finish_file(f, tmp, "state.json");
+    free(text);
     sync_folder(tmp);
     if (access(dir, F_OK) == 0) remove_checkpoint(dir); // the same step again, after a resume
     if (rename(tmp, dir)) die("cannot rename %s to %s: %s", tmp, dir, strerror(errno));
@@ -2168,7 +2764,15 @@ static Json *checkpoint_check(const char *dir, char *err, size_t errlen) {
     snprintf(path, sizeof path, "%s/state.json", dir);
     char *text = file_read_all(path, &len, err, errlen);
     if (!text) return NULL;
-    Json *state = json_parse(text, len, err, errlen);
+    char *seal = strstr(text, "\n  \"seal\": "), expected[64] = "", reason[300];
+    if (seal) snprintf(expected, sizeof expected, "\n  \"seal\": \"%016llx\"\n}\n", (unsigned long long)text_hash(text, (size_t)(seal - text)));
+    if (!seal || strcmp(seal, expected)) { // state.json guards the others, so it guards itself as well
+        snprintf(err, errlen, "%s: damaged: expected a last member \"seal\" with the checksum of what stands before it", path);
+        free(text);
+        return NULL;
+    }
+    Json *state = json_parse(text, len, reason, sizeof reason);
+    if (!state) snprintf(err, errlen, "%s: %s", path, reason);
     free(text);
     const Json *files = state ? json_get(state, "files") : NULL;
     if (!files || files->type != JSON_OBJECT || !json_get(state, "step") || !json_get(state, "rows_seen") || !json_get(state, "options")) {
@@ -2377,6 +2981,18 @@ static void stats_add(Stats *s, const Model *m) {
     s->kl_rows += m->N * kl_layers(m);
 }
 
+// What computes: the functions above, or the CUDA trainer's. The loop below hands over tokens and targets and reads
+// back row_loss, row_hit and row_kl; parameters and moments come to the host only when they are written or printed.
+typedef struct {
+    void (*forward)(Model *m), (*backward)(Model *m), (*zero_grads)(Model *m);
+    double (*grad_norm)(const Model *m, int index);
+    void (*update)(Model *m, int64_t step, double lr, const double scale[2]);
+    void (*to_host)(Model *m), (*from_host)(Model *m); // parameters and moments
+} Engine;
+static void zero_grads(Model *m) { memset(m->grads, 0, (size_t)m->n_params * sizeof(real)); }
+static void nothing_to_do(Model *m) { (void)m; }
+static Engine engine = {model_forward, model_backward, zero_grads, grad_norm, adamw_update, nothing_to_do, nothing_to_do};
+
 // Mean validation loss over the first batches (0: all) of B rows; rows beyond the end count for nothing.
 static Stats evaluate(Model *m, const Loader *val, int64_t batches) {
     Stats s = {0, 0, 0, 0, 0};
@@ -2390,7 +3006,7 @@ static Stats evaluate(Model *m, const Loader *val, int64_t batches) {
             loader_row(val, j * m->B + b, m->tokens + b * m->T, m->targets + b * m->T);
             if (j * m->B + b >= val->n_rows) memset(m->targets + b * m->T, 0xff, (size_t)m->T * sizeof *m->targets);
         }
-        model_forward(m);
+        engine.forward(m);
         m->probe.queries = 0; // the first batch serves the probe
         stats_add(&s, m);
     }
@@ -2400,9 +3016,7 @@ static Stats evaluate(Model *m, const Loader *val, int64_t batches) {
 // Floating-point operations of one training step: the model, and apart from it what the indexer adds (scan and KL).
 static void step_flops(const Model *m, double *model, double *index) {
     const Config *c = &m->c;
-    double tokens = (double)(m->N * c->accum), weights = 0, T = (double)m->T, k = (double)c->topk;
-    double seen = T * (T + 1) / 2, chosen = k < T ? k * (k + 1) / 2 + (T - k) * k : seen; // pairs of one row
-    double rows = (double)(m->B * c->accum);
+    double tokens = (double)(m->N * c->accum), weights = 0, rows = (double)(m->B * c->accum);
     *index = 0;
     for (int i = 0; i < m->n_tensors; i++) {
         const Tensor *t = &m->tensors[i];
@@ -2411,14 +3025,19 @@ static void step_flops(const Model *m, double *model, double *index) {
         else weights += (double)t->size;
     }
     *model = 6 * tokens * weights;
-    for (int64_t l = 0; l < c->L; l++) {
-        const Layer *y = &m->layers[l];
-        double pairs = rows * (attends_to_all(m, y) ? seen : chosen), H = (double)c->H;
-        *model += pairs * 2 * H * (double)(y->Dk + y->Dv)                        // forward: q.k, p.v
-                + pairs * 2 * H * (3 * (double)y->Dk + 2 * (double)y->Dv);       // backward: q.k again, dP, dq, dk, dv
-        double dots = 2 * (double)(c->HI * c->DI);
-        if (is_sparse(y->letter) && !m->dense) *index += rows * seen * dots;     // the scan
-        if (kl_teachers(m, y) && c->kl_coef > 0) *index += pairs * dots * 3;     // scores of the support, dq, dk
+    for (int64_t j = 0; j < c->L; j++) {
+        const Layer *l = &m->layers[j];
+        double seen = 0, chosen = 0, pairs = 0, H = (double)c->H, dots = 2 * (double)(c->HI * c->DI);
+        for (int64_t t = 0; t < m->T; t++) { // candidates seen and chosen, rows attended to, of one document as long as the row
+            int64_t cand = l->r ? (t + 1) / l->r : 0, take = attends_to_all(m, l) ? cand : min64(cand, c->topk);
+            seen += (double)cand;
+            chosen += (double)take;
+            pairs += (double)(take * (l->letter == 'Q' ? l->r : 1) + (is_v4(l->letter) ? min64(t + 1, c->window) : l->letter == 'Q' ? (t + 1) % l->r : 0));
+        }
+        *model += rows * pairs * 2 * H * (double)(l->Dk + l->Dv)                      // forward: q.k, p.v
+                + rows * pairs * 2 * H * (3 * (double)l->Dk + 2 * (double)l->Dv);     // backward: q.k again, dP, dq, dk, dv
+        if (is_sparse(l->letter) && !m->dense) *index += rows * seen * dots;           // the scan
+        if (kl_teachers(m, l) && c->kl_coef > 0) *index += rows * chosen * dots * 3;   // scores of the support, dq, dk
     }
 }
 
@@ -2486,6 +3105,12 @@ static FILE *log_open(const Model *m, int argc, char **argv, int64_t step) {
     return f;
 }
 
+// A member of a log line; JSON has no infinities and NaNs, they become null.
+static void log_number(FILE *f, const char *name, double x) {
+    if (isfinite(x)) fprintf(f, ", \"%s\": %.10g", name, x);
+    else fprintf(f, ", \"%s\": null", name);
+}
+
 // Evaluate, print and log. Returns the mean loss.
 static double report_eval(Model *m, const Loader *val, int64_t batches, int64_t step, FILE *log) {
     double t0 = now();
@@ -2499,8 +3124,10 @@ static double report_eval(Model *m, const Loader *val, int64_t batches, int64_t 
     printf(" | %lld tokens, %.1f s\n", (long long)s.targets, now() - t0);
     fflush(stdout);
     if (log) {
-        fprintf(log, "{\"event\": \"eval\", \"step\": %lld, \"loss\": %.6f, \"accuracy\": %.6f, \"kl\": %.6f, \"tokens\": %lld", (long long)step, loss, accuracy, kl, (long long)s.targets);
-        if (p->n) fprintf(log, ", \"recall\": %.4f, \"mass\": %.4f, \"window_mass\": %.4f, \"oracle_mass\": %.4f", p->recall / n, p->mass / n, p->window_mass / n, p->oracle_mass / n);
+        const char *names[] = {"loss", "accuracy", "kl", "tokens", "recall", "mass", "window_mass", "oracle_mass"};
+        double values[] = {loss, accuracy, kl, (double)s.targets, p->recall / n, p->mass / n, p->window_mass / n, p->oracle_mass / n};
+        fprintf(log, "{\"event\": \"eval\", \"step\": %lld", (long long)step);
+        for (int i = 0; i < (p->n ? 8 : 4); i++) log_number(log, names[i], values[i]);
         fprintf(log, "}\n");
         fflush(log);
     }
@@ -2530,7 +3157,7 @@ static int train_step(Model *m, const Loader *train, int64_t step, int64_t rows_
     const Config *c = &m->c;
     double scale[2];
     memset(s, 0, sizeof *s);
-    memset(m->grads, 0, (size_t)m->n_params * sizeof(real));
+    engine.zero_grads(m);
     m->dense = step < c->warmup_dense;
     m->learning = 1;
     int64_t per_row = c->T - (train->copy ? c->T / 2 : 0); // every row of a stream has the same number of targets
@@ -2538,17 +3165,17 @@ static int train_step(Model *m, const Loader *train, int64_t step, int64_t rows_
     m->kl_scale = c->kl_coef / (double)(m->N * c->accum);
     for (int64_t a = 0; a < c->accum; a++) {
         for (int64_t b = 0; b < m->B; b++) loader_row(train, rows_seen + a * m->B + b, m->tokens + b * m->T, m->targets + b * m->T);
-        model_forward(m);
-        model_backward(m);
+        engine.forward(m);
+        engine.backward(m);
         stats_add(s, m);
     }
     *lr = learning_rate(c, step);
     for (int g = 0; g < 2; g++) {
-        norm[g] = grad_norm(m, g);
+        norm[g] = engine.grad_norm(m, g);
         scale[g] = c->clip > 0 && norm[g] > c->clip ? c->clip / norm[g] : 1;
     }
     if (!isfinite(s->loss) || !isfinite(s->kl) || !isfinite(norm[0]) || !isfinite(norm[1])) return 0;
-    adamw_update(m, step + 1, *lr, scale);
+    engine.update(m, step + 1, *lr, scale);
     return 1;
 }
 
@@ -2557,6 +3184,7 @@ static void train(Model *m, const Loader *train_data, const Loader *val_data, co
     const Config *c = &m->c;
     int64_t step = 0, rows_seen = 0, bad = 0, saved = -1, first;
     int resumed = checkpoint_resume(m, &step, &rows_seen);
+    if (resumed) engine.from_host(m);
     double start = now(), ring[31], val_loss = NAN, model_flops, index_flops;
     first = step;
     FILE *log = log_open(m, argc, argv, resumed ? step : 0);
@@ -2578,9 +3206,11 @@ static void train(Model *m, const Loader *train_data, const Loader *val_data, co
                (long long)step, (long long)c->steps, m->dense ? " dense" : "", loss, loss * 1.4426950408889634, kl, norm[0], norm[1], lr, tokens / seconds,
                model_flops / seconds * 1e-9, index_flops / seconds * 1e-9, peak_memory_mib(), eta);
         if (log) {
-            fprintf(log, "{\"event\": \"step\", \"step\": %lld, \"loss\": %.6f, \"kl\": %.6f, \"norm\": %.5g, \"index_norm\": %.5g, \"lr\": %.6g, \"seconds\": %.4f, "
-                         "\"tokens\": %.0f, \"model_flops\": %.4g, \"index_flops\": %.4g, \"dense\": %d, \"index_scans\": %lld, \"nan_scores\": %lld}\n",
-                    (long long)step, loss, kl, norm[0], norm[1], lr, seconds, tokens, model_flops, index_flops, m->dense, (long long)(m->index_scans - scans), (long long)m->nan_scores);
+            const char *names[] = {"loss", "kl", "norm", "index_norm", "lr", "seconds", "tokens", "model_flops", "index_flops", "dense", "index_scans", "nan_scores"};
+            double values[] = {loss, kl, norm[0], norm[1], lr, seconds, tokens, model_flops, index_flops, m->dense, (double)(m->index_scans - scans), (double)m->nan_scores};
+            fprintf(log, "{\"event\": \"step\", \"step\": %lld", (long long)step);
+            for (int i = 0; i < 12; i++) log_number(log, names[i], values[i]);
+            fprintf(log, "}\n");
             fflush(log);
         }
         if (!good) { // the parameters are those of the step before; the same rows are not tried again
@@ -2594,15 +3224,22 @@ static void train(Model *m, const Loader *train_data, const Loader *val_data, co
         if (c->eval_every && step % c->eval_every == 0 && step < c->steps) val_loss = report_eval(m, val_data, c->eval_batches, step, log);
         if (c->sample_every && step % c->sample_every == 0 && !train_data->copy) {
             printf("---\n");
+            engine.to_host(m);
             generate(m, tok, c->prompt, c->sample_tokens, stdout);
             printf("---\n");
         }
-        if (c->out[0] && c->save_every && step % c->save_every == 0) checkpoint_save(m, saved = step, rows_seen);
+        if (c->out[0] && c->save_every && step % c->save_every == 0) {
+            engine.to_host(m);
+            checkpoint_save(m, saved = step, rows_seen);
+        }
     }
     double seconds = now() - start;
     if (stop_requested) printf("signal %d: stopping after step %lld\n", (int)stop_requested, (long long)step);
     else val_loss = report_eval(m, val_data, 0, step, log);
-    if (c->out[0] && saved != step && (step > first || !resumed)) checkpoint_save(m, step, rows_seen);
+    if (c->out[0] && saved != step && (step > first || !resumed)) {
+        engine.to_host(m);
+        checkpoint_save(m, step, rows_seen);
+    }
     if (log) fclose(log);
 
     printf("\nsummary\n  %-28s %lld of %lld, %.0f tokens in %.0f s\n", "steps", (long long)step, (long long)c->steps, (double)((step - first) * m->N * c->accum), seconds);
@@ -2645,42 +3282,58 @@ static void run_generate(Config *c) {
     free(text);
 }
 
+static void finish(Model *m, Loader data[2], Tokenizer *tok) {
+    loader_close(&data[0]);
+    loader_close(&data[1]);
+    tokenizer_free(tok);
+    model_free(m);
+}
+
+// Everything before the first step, for both programs: options, data, the table of parameters, the plan. Returns 0 when
+// the run was one that ends here (--help, --generate, --dry-run).
+static int prepare(Config *c, Model *m, Loader data[2], Tokenizer *tok, int argc, char **argv) {
+    char err[4096];
+    config_parse(c, argc, argv);
+#ifdef _OPENMP
+    if (c->threads) omp_set_num_threads((int)c->threads);
+#endif
+    if (c->generate[0]) {
+        run_generate(c);
+        return 0;
+    }
+    loader_open(&data[0], c, 0);
+    loader_open(&data[1], c, 1);
+    if (!c->V) c->V = data[0].vocab;
+    if (c->V < data[0].vocab || c->V < data[1].vocab)
+        die("--vocab-size %lld is smaller than the data's: %d in --train, %d in --val", (long long)c->V, data[0].vocab, data[1].vocab);
+    model_build(m, c);
+    m->eot = data[0].eot;
+    m->select_seed = (uint64_t)c->seed;
+    activations_plan(m, c->B, c->T, 1, 1);
+    report_start(m);
+    if (!data[0].copy) printf("data: %lld training tokens (%lld rows), %lld validation tokens\n", (long long)data[0].stream.n_tokens, (long long)data[0].n_rows, (long long)data[1].stream.n_tokens);
+    if (c->dry_run) {
+        memset(tok, 0, sizeof *tok);
+        finish(m, data, tok);
+        return 0;
+    }
+    if (c->tokenizer[0] ? tokenizer_open(tok, c->tokenizer, err, sizeof err) : tokenizer_bytes(tok)) die("--tokenizer: %s", err);
+    if (!c->tokenizer[0] && c->V != 257) m->c.sample_every = 0; // nothing could be printed
+    model_init_params(m, 1);
+    return 1;
+}
+
 #ifndef NO_MAIN
 int main(int argc, char **argv) {
     Config c;
     Model m;
-    Loader train_data, val_data;
+    Loader data[2];
     Tokenizer tok;
-    char err[4096];
-    config_parse(&c, argc, argv);
-#ifdef _OPENMP
-    if (c.threads) omp_set_num_threads((int)c.threads);
-#endif
-    if (c.generate[0]) {
-        run_generate(&c);
-        return 0;
-    }
-    loader_open(&train_data, &c, 0);
-    loader_open(&val_data, &c, 1);
-    if (!c.V) c.V = train_data.vocab;
-    if (c.V < train_data.vocab || c.V < val_data.vocab)
-        die("--vocab-size %lld is smaller than the data's: %d in --train, %d in --val", (long long)c.V, train_data.vocab, val_data.vocab);
-    model_build(&m, &c);
-    m.eot = train_data.eot;
-    m.select_seed = (uint64_t)c.seed;
-    activations_plan(&m, c.B, c.T, 1, 1);
-    report_start(&m);
-    if (!train_data.copy) printf("data: %lld training tokens (%lld rows), %lld validation tokens\n", (long long)train_data.stream.n_tokens, (long long)train_data.n_rows, (long long)val_data.stream.n_tokens);
-    if (c.dry_run) return 0;
-    if (c.tokenizer[0] ? tokenizer_open(&tok, c.tokenizer, err, sizeof err) : tokenizer_bytes(&tok)) die("--tokenizer: %s", err);
-    if (!c.tokenizer[0] && c.V != 257) m.c.sample_every = 0; // nothing could be printed
-    model_init_params(&m, 1);
+    if (!prepare(&c, &m, data, &tok, argc, argv)) return 0;
+    if (c.verify) die("--verify is the CUDA trainer's: this program is what it compares with");
     activations_plan(&m, c.B, c.T, 1, 0);
-    train(&m, &train_data, &val_data, &tok, argc, argv);
-    loader_close(&train_data);
-    loader_close(&val_data);
-    tokenizer_free(&tok);
-    model_free(&m);
+    train(&m, &data[0], &data[1], &tok, argc, argv);
+    finish(&m, data, &tok);
     return 0;
 }
 #endif

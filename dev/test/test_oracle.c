@@ -26,12 +26,23 @@ static void compare(const char *name, const real *ours, int64_t n) {
     check(relative <= TOLERANCE, "%-62s abs %.2e rel %.2e", name, largest, relative);
 }
 
-// Load every parameter of the table from "param.NAME"; the file must hold nothing else.
-static void load(Model *m) {
+static const char *const LAYER = "model.layers.0.self_attn."; // what the files of one layer leave out of the names
+
+// Name of a tensor in the file: kind "param", "grad" or "klgrad".
+static const char *name_in_file(const Model *m, int i, const char *kind, char out[160]) {
+    const char *name = m->tensors[i].name;
+    snprintf(out, 160, "%s.%s", kind, m->c.L == 1 && !strncmp(name, LAYER, strlen(LAYER)) ? name + strlen(LAYER) : name);
+    return out;
+}
+
+// Load every parameter of the table from "param.NAME"; the file must hold nothing else. With only_attention, the
+// table's other parameters are not in the file.
+static void load(Model *m, int only_attention) {
     int used = 0, held = 0;
     for (int i = 0; i < m->n_tensors; i++) {
-        char name[128];
-        snprintf(name, sizeof name, "param.%s", m->tensors[i].name);
+        char name[160];
+        if (only_attention && strncmp(m->tensors[i].name, LAYER, strlen(LAYER))) continue;
+        name_in_file(m, i, "param", name);
         const StTensor *t = st_find(&file, name);
         int64_t n = m->tensors[i].saved_rows * m->tensors[i].cols;
         if (!check(t && st_count(t) == n, "%s: %lld elements", name, (long long)n)) continue;
@@ -121,7 +132,7 @@ static void whole_model(const Json *config) {
     memset(m.params, 0xff, (size_t)m.n_params * sizeof(real)); // NaN: a parameter left out would show
     memset(param(&m, m.embed), 0, (size_t)m.tensors[m.embed].size * sizeof(real)); // the padding must be finite
     memset(param(&m, m.head), 0, (size_t)m.tensors[m.head].size * sizeof(real));
-    load(&m);
+    load(&m, 0);
     activations_plan(&m, (int64_t)json_get(config, "B")->num, (int64_t)json_get(config, "T")->num, 1, 0);
     const StTensor *x = st_find(&file, "in.tokens"), *y = st_find(&file, "in.targets");
     for (int64_t i = 0; i < m.N; i++) {
@@ -141,9 +152,8 @@ static void whole_model(const Json *config) {
     compare("out.loss", &loss, 1);
     model_backward(&m);
     for (int i = 0; i < m.n_tensors; i++) {
-        char name[128];
-        snprintf(name, sizeof name, "%s.%s", m.tensors[i].index ? "klgrad" : "grad", m.tensors[i].name);
-        compare(name, grad(&m, i), m.tensors[i].saved_rows * m.tensors[i].cols);
+        char name[160];
+        compare(name_in_file(&m, i, m.tensors[i].index ? "klgrad" : "grad", name), grad(&m, i), m.tensors[i].saved_rows * m.tensors[i].cols);
     }
     m.learning = 0;
     for (int64_t l = 0; l < c.L; l++) {
@@ -161,6 +171,108 @@ static void whole_model(const Json *config) {
     model_free(&m);
 }
 
+static double number(const Json *config, const char *key) {
+    const Json *j = json_get(config, key);
+    if (!j || j->type != JSON_NUMBER) die("metadata: no number \"%s\"", key);
+    return j->num;
+}
+
+// Candidate s of row i is among the published ones: out.selected holds entry numbers in no order (C), or 0/1 over tokens (Q).
+static int published_candidate(const Model *m, const Layer *l, int64_t i, int64_t s) {
+    const StTensor *t = st_find(&file, "out.selected");
+    if (l->letter == 'Q') return st_get(&file, t, i * m->T + s * l->r) != 0;
+    int64_t k = t->shape[2];
+    for (int64_t j = 0; j < k; j++)
+        if (st_get(&file, t, i * k + j) == (double)s) return 1;
+    return 0;
+}
+
+// Our selection of the layer against the published one. Ties for rank k are open in the published code: a difference
+// counts only where the scores differ. Afterwards the published selection is in place.
+static void compare_layer_selection(Model *m, Layer *l) {
+    int64_t k = m->c.topk, wrong = 0, tied = 0;
+    real *dots = (real *)xalloc((size_t)(m->c.HI * m->T) * sizeof(real));
+    float *row = (float *)xalloc((size_t)m->T * sizeof(float));
+    for (int64_t i = 0; i < m->N; i++) {
+        int64_t lo, hi, n = 0;
+        int32_t *sel = l->sel + i * k;
+        visible(m, l, i, &lo, &hi);
+        index_scores(m, l, i / m->T, i % m->T, 1, 0, l->n_cand, dots, row);
+        float kth = INFINITY;
+        for (int64_t j = 0; j < k && sel[j] >= 0; j++) kth = row[sel[j]] < kth ? row[sel[j]] : kth;
+        for (int64_t s = lo, j = 0; s < hi; s++) {
+            int ours = j < k && sel[j] == s, theirs = published_candidate(m, l, i, s);
+            j += ours;
+            n += theirs;
+            if (ours != theirs) {
+                if (row[s] == kth) tied++;
+                else wrong++;
+            }
+        }
+        wrong += n != min64(k, hi - lo);
+        n = 0;
+        for (int64_t s = lo; s < hi; s++)
+            if (published_candidate(m, l, i, s) && n < k) sel[n++] = (int32_t)s;
+        while (n < k) sel[n++] = -1;
+    }
+    check(wrong == 0, "%-62s %lld wrong, %lld differ at a tie for rank k", "out.selected", (long long)wrong, (long long)tied / 2);
+    free(dots);
+    free(row);
+}
+
+// The files of one attention layer: input already normed, gradient to the output given.
+static void one_layer(const Json *config) {
+    Config c;
+    Model m;
+    config_defaults(&c);
+    const Json *types = json_get(config, "layer_types"), *rates = json_get(config, "compress_rates"), *rope = json_get(config, "rope_parameters");
+    const char *type = types && types->n == 1 && types->items[0].str ? types->items[0].str : "";
+    strcpy(c.layers, !strcmp(type, "compressed_sparse_attention") ? "C" : !strcmp(type, "heavily_compressed_attention") ? "H" : !strcmp(type, "sliding_attention") ? "W" : "Q");
+    config_read_arch(&c, config, "metadata");
+    if (c.layers[0] == 'Q') { // names of its own
+        c.HI = (int64_t)number(config, "indexer_n_heads");
+        c.DI = (int64_t)number(config, "indexer_head_dim");
+        c.qsa_ratio = (int64_t)number(config, "indexer_compress_ratio");
+        c.topk = (int64_t)number(config, "indexer_budget") / c.qsa_ratio;
+        c.rope = (int64_t)(number(rope, "partial_rotary_factor") * (double)c.head_dim);
+    } else {
+        c.csa_ratio = (int64_t)number(rates, "compressed_sparse_attention");
+        c.hca_ratio = (int64_t)number(rates, "heavily_compressed_attention");
+        c.rope = (int64_t)(number(config, "partial_rotary_factor") * (double)c.head_dim);
+    }
+    config_check(&c);
+    model_build(&m, &c);
+    model_init_params(&m, 1);
+    memset(m.params, 0xff, (size_t)m.n_params * sizeof(real));
+    load(&m, 1);
+    activations_plan(&m, (int64_t)number(config, "B"), (int64_t)number(config, "T"), 1, 0);
+    Layer *l = &m.layers[0];
+    const StTensor *x = st_find(&file, "in.x"), *dy = st_find(&file, "in.grad_y");
+    real *grad_y = (real *)xalloc((size_t)(m.N * c.C) * sizeof(real));
+    for (int64_t i = 0; i < m.N * c.C; i++) {
+        l->xn[i] = (real)st_get(&file, x, i);
+        grad_y[i] = (real)st_get(&file, dy, i);
+    }
+    find_documents(&m); // no end-of-document token: one document a row
+    m.learning = 1;
+    attention_forward(&m, l);
+    if (is_sparse(l->letter)) {
+        compare_layer_selection(&m, l);
+        m.fixed_selection = 1;
+        attention_forward(&m, l);
+    }
+    compare("out.y", m.y, m.N * c.C);
+    attention_backward(&m, l, grad_y);
+    compare("grad.x", m.dxn, m.N * c.C);
+    for (int i = 0; i < m.n_tensors; i++) {
+        char name[160];
+        if (strncmp(m.tensors[i].name, LAYER, strlen(LAYER)) || m.tensors[i].index) continue;
+        compare(name_in_file(&m, i, "grad", name), grad(&m, i), m.tensors[i].size);
+    }
+    free(grad_y);
+    model_free(&m);
+}
+
 int main(int argc, char **argv) {
     char err[4096];
     if (argc < 2) die("usage: test_oracle FILE...");
@@ -171,7 +283,8 @@ int main(int argc, char **argv) {
         if (!text) die("%s: no metadata 'config'", argv[i]);
         Json *config = json_parse(text, strlen(text), err, sizeof err);
         if (!config) die("%s: metadata 'config': %s", argv[i], err);
-        whole_model(config);
+        if (st_find(&file, "in.tokens")) whole_model(config);
+        else one_layer(config);
         json_free(config);
         st_close(&file);
     }
