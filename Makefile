@@ -3,6 +3,8 @@
 #   make            everything this machine can build
 #   make run        build and start the default training
 #   make test       build and run all tests this machine can run (a few minutes)
+#   make cuda-all   compile the CUDA trainer for every architecture it claims (sm_80, sm_90a, sm_100)
+#   make test-gpu   the CUDA trainer against the reference (needs a GPU)
 #   make test-long  the trainings that prove it learns (about half an hour on two cores)
 #   make bench      the measured tables of dev/bench
 #   make clean
@@ -31,7 +33,8 @@ HAVE_NCCL := $(call probe,int main(void){return 0;},-lnccl)
 
 CFLAGS ?= -O3 -g
 ALL_CFLAGS = -std=gnu99 $(CFLAGS) -Wall -Wextra -fno-math-errno -ffp-contract=fast $(if $(HAVE_NATIVE),-march=native) $(if $(HAVE_OMP),-fopenmp,-Wno-unknown-pragmas)
-ALL_CFLAGS += -DGIT_HASH='"$(shell git describe --always --dirty 2>/dev/null || echo unknown)"'
+GIT_HASH := $(shell git describe --always --dirty 2>/dev/null || echo unknown)
+ALL_CFLAGS += -DGIT_HASH='"$(GIT_HASH)"'
 LIBS = -lm
 ifeq ($(SANITIZE),1)
 BUILD := $(BUILD)/sanitize
@@ -52,24 +55,54 @@ SOURCES = train_cpu.c $(wildcard data/*.h) dev/test/check.h
 TESTS = test_safetensors test_tokens test_oracle test_oracle_double test_gradients test_selection test_model
 TRAINER = $(if $(filter 1,$(SANITIZE)),$(BUILD)/train_cpu,train_cpu)
 
-.PHONY: all found run test test-long bench clean
-all: found $(TRAINER)
-	@echo "built      ./$(TRAINER)   (make run trains, make test checks)"
+# The CUDA trainer, for this machine's GPU, or for Hopper when there is none to ask.
+CAPABILITY := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)
+SM := $(if $(CAPABILITY),$(if $(filter 90,$(CAPABILITY)),90a,$(CAPABILITY)),90a)
+CUDA_TRAINER := $(if $(NVCC),train_gpt_sparse)
+cuda_flags = -std=c++17 -O3 -lineinfo -gencode=arch=compute_$(1),code=sm_$(1) -diag-suppress=177 \
+	-Xcompiler -O3,-fno-math-errno,-ffp-contract=fast$(if $(HAVE_NATIVE),$(comma)-march=native)$(if $(HAVE_OMP),$(comma)-fopenmp) -DGIT_HASH='"$(GIT_HASH)"'
+comma := ,
+CUDA_LIBS = -lcublasLt
+
+.PHONY: all found run test test-long test-gpu cuda-all bench clean
+all: found $(TRAINER) $(CUDA_TRAINER)
+	@echo "built      $(addprefix ./,$(TRAINER) $(CUDA_TRAINER))   (make run trains, make test checks)"
 
 found:
 	@echo "compiler   $(CC), $(shell $(CC) --version | head -n 1)"
 	@echo "OpenMP     $(if $(HAVE_OMP),yes: all cores,no: one core (gcc has it; macOS: brew install libomp))"
 	@echo "vectors    $(if $(HAVE_NATIVE),-march=native,compiler default: -march=native does not work here)"
 	@echo "cblas      $(if $(HAVE_CBLAS),found$(if $(filter 1,$(BLAS)),: in use, not used: BLAS=1 asks for it),not found: the own matrix product is used)"
-	@echo "nvcc       $(if $(NVCC),$(NVCC),not found: CPU trainer only)"
+	@echo "nvcc       $(if $(NVCC),$(NVCC)$(comma) for sm_$(SM)$(if $(CAPABILITY),, (no GPU to ask)),not found: CPU trainer only)"
 	@echo "NCCL       $(if $(HAVE_NCCL),found,not found)"
 
 $(TRAINER): $(SOURCES) Makefile
 	@mkdir -p $(BUILD)
 	$(CC) $(ALL_CFLAGS) -o $@ train_cpu.c $(LIBS)
 
+train_gpt_sparse: train_gpt_sparse.cu $(SOURCES) Makefile
+	$(NVCC) $(call cuda_flags,$(SM)) -o $@ $< $(CUDA_LIBS)
+
+$(BUILD)/test_gpt_sparse: test_gpt_sparse.cu train_gpt_sparse.cu $(SOURCES) Makefile
+	@mkdir -p $(BUILD)
+	$(NVCC) $(call cuda_flags,$(SM)) -o $@ $< $(CUDA_LIBS)
+
+cuda-all:
+	@mkdir -p $(BUILD)
+	@for sm in 80 90a 100; do echo "compiling train_gpt_sparse.cu for sm_$$sm"; \
+	$(NVCC) $(call cuda_flags,$$sm) -o $(BUILD)/train_gpt_sparse_$$sm train_gpt_sparse.cu $(CUDA_LIBS) || exit 1; done
+
+# With a GPU and nvcc the CUDA trainer on a 7M model, else the CPU trainer on a 1M model.
 run: all
+ifneq ($(and $(CAPABILITY),$(NVCC)),)
+	./train_gpt_sparse --preset small $(ARGS)
+else
+	@echo "no GPU, or no nvcc: training on the CPU"
 	./$(TRAINER) $(ARGS)
+endif
+
+test-gpu: $(BUILD)/test_gpt_sparse
+	$(BUILD)/test_gpt_sparse
 
 # Tests include train_cpu.c and use a part of it each.
 $(BUILD)/%_double: dev/test/%.c $(SOURCES) Makefile
@@ -87,4 +120,4 @@ test-long: all
 	@BUILD=$(BUILD) TRAINER=./$(TRAINER) sh dev/test/long.sh
 
 clean:
-	rm -rf build train_cpu
+	rm -rf build train_cpu train_gpt_sparse

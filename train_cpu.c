@@ -178,7 +178,7 @@ typedef struct {
 
 #define F_(field) offsetof(Config, field)
 static const Option OPTIONS[] = {
-    {"preset", 's', F_(preset), "tiny", 0, 0, "tiny|copy|glm|v4flash|qsa|d12|d24|d48", 0, "sizes to start from; options given as well win"},
+    {"preset", 's', F_(preset), "tiny", 0, 0, "tiny|copy|glm|v4flash|qsa|small|d12|d24|d48", 0, "sizes to start from; options given as well win"},
     {"model-type", 's', F_(model_type), "deepseek_v32", 0, 0, "deepseek_v32|glm_moe_dsa", ARCH, "RoPE of the indexer: half-split (V3.2) or interleaved (GLM)"},
     {"layers", 's', F_(layers), "D", 0, 0, NULL, ARCH, "pattern over depth of the letters D S F (MLA), C H W (compressed), Q (GQA): see the README"},
     {"num-hidden-layers", 'i', F_(L), "4", 1, 1000, NULL, ARCH, "number of blocks"},
@@ -264,11 +264,13 @@ typedef struct { const char *name, *settings; } Preset;
 static const Preset PRESETS[] = {
     {"tiny", ""}, // the defaults of the table: about 1M parameters
     {"copy", "task=copy num-hidden-layers=2 hidden-size=64 q-lora-rank=64 intermediate-size=128 index-topk=16 seq-len=256 batch-size=16 "
-             "steps=1200 lr=3e-3 warmup=50 warmup-dense=500 eval-every=100 eval-batches=4 sample-every=0 weight-decay=0"},
+             "steps=600 lr=3e-3 warmup=50 warmup-dense=250 eval-every=100 eval-batches=4 sample-every=0 weight-decay=0"},
     {"glm", "layers=DSSS num-hidden-layers=8 model-type=glm_moe_dsa index-n-heads=4"}, // GLM-5.2: one indexer for four layers
     {"v4flash", "layers=WWCHCHCH num-hidden-layers=8 num-attention-heads=4 q-lora-rank=64 head-dim=64 qk-rope-head-dim=8 o-groups=2 o-lora-rank=64 index-topk=32 "
                 "index-n-heads=4 index-head-dim=32"}, // DeepSeek-V4-Flash: two windows, then CSA and HCA in turn
     {"qsa", "layers=Q num-attention-heads=6 num-key-value-heads=1 head-dim=32 qk-rope-head-dim=8 index-topk=16 index-n-heads=4 index-head-dim=32"},
+    {"small", "num-hidden-layers=8 hidden-size=256 num-attention-heads=8 q-lora-rank=192 kv-lora-rank=128 intermediate-size=704 index-topk=256 seq-len=8192 "
+              "batch-size=2 steps=1000 lr=1.5e-3 warmup=60 warmup-dense=150 eval-every=100 eval-batches=4 sample-every=500"}, // 7M: the default of make run on a GPU
     {"d12", "num-hidden-layers=12 hidden-size=768 num-attention-heads=12 q-lora-rank=384 kv-lora-rank=256 qk-nope-head-dim=64 qk-rope-head-dim=32 "
             "v-head-dim=64 intermediate-size=2560 index-n-heads=8 index-head-dim=64 index-topk=1024 seq-len=8192 batch-size=1 lr=6e-4"},
     {"d24", "num-hidden-layers=24 hidden-size=1024 num-attention-heads=16 q-lora-rank=512 kv-lora-rank=256 qk-nope-head-dim=64 qk-rope-head-dim=64 "
@@ -3207,7 +3209,7 @@ static void train(Model *m, const Loader *train_data, const Loader *val_data, co
                model_flops / seconds * 1e-9, index_flops / seconds * 1e-9, peak_memory_mib(), eta);
         if (log) {
             const char *names[] = {"loss", "kl", "norm", "index_norm", "lr", "seconds", "tokens", "model_flops", "index_flops", "dense", "index_scans", "nan_scores"};
-            double values[] = {loss, kl, norm[0], norm[1], lr, seconds, tokens, model_flops, index_flops, m->dense, (double)(m->index_scans - scans), (double)m->nan_scores};
+            double values[] = {loss, kl, norm[0], norm[1], lr, seconds, tokens, model_flops, index_flops, (double)m->dense, (double)(m->index_scans - scans), (double)m->nan_scores};
             fprintf(log, "{\"event\": \"step\", \"step\": %lld", (long long)step);
             for (int i = 0; i < 12; i++) log_number(log, names[i], values[i]);
             fprintf(log, "}\n");

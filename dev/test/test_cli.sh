@@ -104,7 +104,7 @@ bad_tiny "bad choice" "--schedule takes one of cosine|wsd, got 'linear'" --sched
 bad_tiny "beginning of a choice" "--schedule takes one of cosine|wsd, got 'cos'" --schedule cos
 bad_tiny "two choices" "--schedule takes one of cosine|wsd" --schedule "cosine|wsd"
 bad_tiny "empty choice" "--task takes one of" --task ""
-bad_tiny "unknown preset" "--preset takes one of tiny|copy|glm|v4flash|qsa|d12|d24|d48, got 'huge'" --preset huge
+bad_tiny "unknown preset" "--preset takes one of tiny|copy|glm|v4flash|qsa|small|d12|d24|d48, got 'huge'" --preset huge
 bad_tiny "too long text" "--prompt takes at most 255 characters" --prompt "$(printf '%0300d' 0)"
 bad_tiny "bad layer letters" "--layers takes a pattern of the letters D, S, F, C, H, W, Q, got 'DX'" --layers DX
 bad_tiny "empty layers" "--layers takes a pattern" --layers ""

@@ -1,0 +1,139 @@
+// The CUDA trainer against the CPU reference: the whole step (losses, layer outputs, selections, every gradient) for every
+// layer letter over awkward sizes, both stages, with documents and targets left out; twenty training steps; determinism;
+// recomputation. Includes train_gpt_sparse.cu. Fresh random inputs every run, seed printed (or given as argv[1]).
+#define TESTING
+#include "train_gpt_sparse.cu"
+#include "dev/test/check.h"
+
+static uint64_t seed, draws;
+static int64_t draw(int64_t n) { return (int64_t)(rng_u64(seed, 77, draws++) % (uint64_t)n); }
+
+// A small configuration with sizes that divide nothing.
+static Config small_config(const char *layers, int64_t T, int64_t B, int64_t k, const char *type) {
+    Config c;
+    config_defaults(&c);
+    strcpy(c.layers, layers);
+    strcpy(c.model_type, type);
+    c.L = (int64_t)strlen(layers);
+    c.C = 40; c.H = 6; c.q_lora = 28; c.kv_lora = 36; c.nope = 12; c.rope = 8; c.v_dim = 20; c.F = 56; c.HI = 3; c.DI = 24; c.V = 97;
+    c.head_dim = 24; c.kv_heads = 2; c.window = 7; c.csa_ratio = 4; c.hca_ratio = 8; c.qsa_ratio = 4; c.o_groups = 2; c.o_lora = 20;
+    c.topk = k; c.T = T; c.B = B; c.steps = 20; c.warmup = 2; c.lr = 1e-3;
+    c.seed = (int64_t)(seed % 1000003);
+    config_check(&c);
+    return c;
+}
+
+// A host model with buffers, parameters large enough that selection and softmax are not trivial, random tokens with
+// documents, one target in nine left out.
+static void small_model(Model *m, const Config *c) {
+    model_build(m, c);
+    m->eot = 5;
+    model_init_params(m, 1);
+    for (int i = 0; i < m->n_tensors; i++)
+        for (int64_t j = 0; j < m->tensors[i].saved_rows * m->tensors[i].cols; j++)
+            param(m, i)[j] = (float)(m->tensors[i].init < 0 ? 0.5 + rng_uniform(seed, 100 + (uint64_t)i, (uint64_t)j) : 0.15 * rng_normal(seed, 100 + (uint64_t)i, (uint64_t)j));
+    activations_plan(m, c->B, c->T, 1, 0);
+    for (int64_t i = 0; i < m->N; i++) {
+        m->tokens[i] = (int32_t)(draw(40) == 0 ? m->eot : draw(c->V));
+        m->targets[i] = (int32_t)(draw(9) == 0 ? -1 : draw(c->V));
+    }
+    m->learning = 1;
+    m->loss_scale = 1.0 / (double)m->N;
+    m->kl_scale = c->kl_coef / (double)m->N;
+}
+
+static void whole_step(const char *layers, int64_t T, int64_t B, int64_t k, int dense, const char *type) {
+    Config c = small_config(layers, T, B, k, type);
+    Model m;
+    c.warmup_dense = dense;
+    small_model(&m, &c);
+    m.dense = dense;
+    gpu_open(&m, B, T);
+    CUDA_CHECK(cudaMemset(G_.probs, 0xff, (size_t)(G_.queries * c.H * G_.support) * sizeof(float))); // NaN where nothing is written
+    CUDA_CHECK(cudaMemset(G_.ds, 0xff, (size_t)(G_.queries * c.H * G_.support) * sizeof(float)));
+    Verdict v = gpu_compare(&m, 0);
+    check(v.loss < 1e-5 && v.kl < 1e-3 && v.output < 2e-5 && v.grad < 1e-3 && v.unexplained == 0,
+          "%-8s T=%-4lld B=%lld k=%-3lld %s %-12s loss %.1e KL %.1e out %.1e grad %.1e (%s); %lld/%lld differ, %lld unexplained", layers, (long long)T, (long long)B, (long long)k,
+          dense ? "dense" : "     ", type, v.loss, v.kl, v.output, v.grad, v.worst, (long long)v.differ, (long long)v.chosen, (long long)v.unexplained);
+    gpu_close();
+    model_free(&m);
+}
+
+// Steps of AdamW on both sides from the same start, each choosing for itself; returns the device's parameters' checksum.
+static uint64_t some_steps(const char *layers, int64_t steps, int compare, const char *recompute) {
+    Config c = small_config(layers, 130, 2, 9, "deepseek_v32");
+    Model m, h;
+    Engine cpu = {model_forward, model_backward, zero_grads, grad_norm, adamw_update, nothing_to_do, nothing_to_do};
+    strcpy(c.recompute, recompute);
+    c.warmup_dense = steps / 4;
+    small_model(&m, &c);
+    small_model(&h, &c); // the tokens are drawn again, but both sides get m's
+    memcpy(h.params, m.params, (size_t)m.n_params * sizeof(float));
+    gpu_open(&m, 2, 130);
+    Engine gpu = engine;
+    double worst = 0;
+    int64_t scans = 0;
+    for (int64_t s = 0; s < steps; s++) {
+        double loss[2] = {0, 0}, scale[2];
+        for (int side = 0; side <= compare; side++) {
+            Model *x = side ? &h : &m;
+            if (side) { memcpy(h.tokens, m.tokens, (size_t)m.N * 4); memcpy(h.targets, m.targets, (size_t)m.N * 4); }
+            engine = side ? cpu : gpu;
+            x->dense = s < c.warmup_dense;
+            engine.zero_grads(x);
+            engine.forward(x);
+            scans = x->index_scans;
+            engine.backward(x);
+            if (!side) check(strcmp(recompute, "block") || x->index_scans == scans, "%s step %lld: recomputation adds no index scan", layers, (long long)s);
+            for (int64_t i = 0; i < x->N; i++) loss[side] += (double)x->row_loss[i] / (double)x->N;
+            for (int g = 0; g < 2; g++) {
+                double n = engine.grad_norm(x, g);
+                scale[g] = n > 1 ? 1 / n : 1;
+            }
+            engine.update(x, s + 1, 1e-3, scale);
+        }
+        if (compare && fabs(loss[0] - loss[1]) > worst) worst = fabs(loss[0] - loss[1]);
+    }
+    if (compare) check(worst < 2e-3, "%s: %lld steps follow the reference's loss: largest difference %.1e", layers, (long long)steps, worst);
+    gpu_to_host(&m);
+    uint64_t hash = 0;
+    for (int64_t i = 0; i < m.n_params; i++) {
+        uint32_t bits;
+        memcpy(&bits, &m.params[i], 4);
+        hash = rng_mix(hash ^ bits);
+    }
+    gpu_close();
+    model_free(&m);
+    model_free(&h);
+    return hash;
+}
+
+int main(int argc, char **argv) {
+    seed = check_seed(argc, argv);
+    int small = argc > 2 && !strcmp(argv[2], "small"); // the grid for compute-sanitizer
+    const char *patterns[] = {"D", "F", "DS", "W", "C", "H", "Q", "DSFWCHQ"};
+    int64_t lengths[] = {1, 63, 65, 127, 130, 257};
+    gpu_report();
+    for (int p = 0; p < 8; p++) {
+        for (int t = 0; t < (small ? 3 : 6); t++) {
+            int64_t B = 1 + draw(3);
+            whole_step(patterns[p], lengths[t], B, 1 + draw(12), 0, draw(2) ? "deepseek_v32" : "glm_moe_dsa");
+            if (t % 2) whole_step(patterns[p], lengths[t], B, 1 + draw(12), 1, "deepseek_v32");
+        }
+    }
+    if (!small) {
+        whole_step("DCQ", 1025, 1, 300, 0, "deepseek_v32"); // several compactions of the candidate buffer
+        for (int p = 0; p < 8; p++) some_steps(patterns[p], 20, 1, "none");
+        for (int p = 0; p < 8; p++) {
+            uint64_t again = draws; // the same inputs each time
+            uint64_t a = some_steps(patterns[p], 50, 0, "none");
+            draws = again;
+            uint64_t b = some_steps(patterns[p], 50, 0, "none");
+            draws = again;
+            uint64_t r = some_steps(patterns[p], 50, 0, "block");
+            check(a == b, "%s: two runs of 50 steps give identical parameters (%016llx)", patterns[p], (unsigned long long)a);
+            check(a == r, "%s: recomputation with replay gives identical parameters", patterns[p]);
+        }
+    }
+    return check_summary();
+}
