@@ -52,7 +52,7 @@ ALL_CFLAGS += -DREAL=$(REAL)
 endif
 
 SOURCES = train_cpu.c $(wildcard data/*.h) dev/test/check.h
-TESTS = test_safetensors test_tokens test_oracle test_oracle_double test_gradients test_selection test_model
+TESTS = test_safetensors test_tokens test_oracle test_oracle_double test_gradients test_letters test_selection test_model
 TRAINER = $(if $(filter 1,$(SANITIZE)),$(BUILD)/train_cpu,train_cpu)
 
 # The CUDA trainer, for this machine's GPU, or for Hopper when there is none to ask.
@@ -108,7 +108,7 @@ test-gpu: $(BUILD)/test_gpt_sparse
 $(BUILD)/%_double: dev/test/%.c $(SOURCES) Makefile
 	@mkdir -p $(BUILD)
 	$(CC) $(ALL_CFLAGS) -Wno-unused-function -DREAL=double -o $@ $< $(LIBS)
-$(BUILD)/test_gradients: ALL_CFLAGS += -DREAL=double
+$(BUILD)/test_gradients $(BUILD)/test_letters: ALL_CFLAGS += -DREAL=double
 $(BUILD)/%: dev/test/%.c $(SOURCES) Makefile
 	@mkdir -p $(BUILD)
 	$(CC) $(ALL_CFLAGS) -Wno-unused-function -o $@ $< $(LIBS)

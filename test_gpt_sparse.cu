@@ -49,8 +49,8 @@ static void whole_step(const char *layers, int64_t T, int64_t B, int64_t k, int 
     small_model(&m, &c);
     m.dense = dense;
     gpu_open(&m, B, T);
-    CUDA_CHECK(cudaMemset(G_.probs, 0xff, (size_t)(G_.queries * c.H * G_.support) * sizeof(float))); // NaN where nothing is written
-    CUDA_CHECK(cudaMemset(G_.ds, 0xff, (size_t)(G_.queries * c.H * G_.support) * sizeof(float)));
+    CUDA_CHECK(cudaMemset(G_.probs, 0xff, (size_t)G_.space * sizeof(float))); // NaN where nothing is written
+    CUDA_CHECK(cudaMemset(G_.ds, 0xff, (size_t)G_.space * sizeof(float)));
     Verdict v = gpu_compare(&m, 0);
     check(v.loss < 1e-5 && v.kl < 1e-3 && v.output < 2e-5 && v.grad < 1e-3 && v.unexplained == 0,
           "%-8s T=%-4lld B=%lld k=%-3lld %s %-12s loss %.1e KL %.1e out %.1e grad %.1e (%s); %lld/%lld differ, %lld unexplained", layers, (long long)T, (long long)B, (long long)k,

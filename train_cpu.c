@@ -270,7 +270,7 @@ static const Preset PRESETS[] = {
                 "index-n-heads=4 index-head-dim=32"}, // DeepSeek-V4-Flash: two windows, then CSA and HCA in turn
     {"qsa", "layers=Q num-attention-heads=6 num-key-value-heads=1 head-dim=32 qk-rope-head-dim=8 index-topk=16 index-n-heads=4 index-head-dim=32"},
     {"small", "num-hidden-layers=8 hidden-size=256 num-attention-heads=8 q-lora-rank=192 kv-lora-rank=128 intermediate-size=704 index-topk=256 seq-len=8192 "
-              "batch-size=2 steps=1000 lr=1.5e-3 warmup=60 warmup-dense=150 eval-every=100 eval-batches=4 sample-every=500"}, // 7M: the default of make run on a GPU
+              "batch-size=2 steps=1400 lr=1.5e-3 warmup=60 warmup-dense=12 eval-every=100 eval-batches=4 sample-every=500"}, // 7M: the default of make run on a GPU
     {"d12", "num-hidden-layers=12 hidden-size=768 num-attention-heads=12 q-lora-rank=384 kv-lora-rank=256 qk-nope-head-dim=64 qk-rope-head-dim=32 "
             "v-head-dim=64 intermediate-size=2560 index-n-heads=8 index-head-dim=64 index-topk=1024 seq-len=8192 batch-size=1 lr=6e-4"},
     {"d24", "num-hidden-layers=24 hidden-size=1024 num-attention-heads=16 q-lora-rank=512 kv-lora-rank=256 qk-nope-head-dim=64 qk-rope-head-dim=64 "
@@ -578,7 +578,7 @@ typedef struct {
     double scale;                // of the attention logits
     int64_t n_cand, n_rows;      // candidates and KV rows of a sequence: its tokens, then its compressed entries (C H)
     int64_t n_q, n_att;          // widths of the query projection and of the input to the output projection
-    const real *cos_sin;         // the RoPE table of its base
+    const real *cos_sin;         // (T, rope/2, 2) its RoPE table
     // kept from forward to backward, or as a cache while generating
     real *x;                     // (N, C) layer input
     real *rows;                  // (B, n_rows, R) KV rows. MLA: latent | rotated key. C H W: key = value. Q: keys | values
@@ -626,7 +626,7 @@ typedef struct {
     // buffers that belong to no layer
     int32_t *tokens, *targets;    // (N)
     int32_t *doc;                 // (N) first position of the row's document
-    real *cos_sin, *cos_sin_c;    // (T, rope/2, 2) RoPE of rope_theta, of compress_rope_theta
+    real *cos_sin;                // (ROPE_KINDS, T, rope/2, 2), section 7
     real *xf, *rstd_f, *y;        // (N, C) final normed, (N), (N, C) branch output
     real *logits, *all_logits;    // (chunk, Vp); (N, V) when a test asks for them, else NULL
     float *row_loss, *row_kl;     // (N)
@@ -842,6 +842,7 @@ static void *plan_take(Arena *a, const char *name, size_t bytes) {
 static real *plan_real(Arena *a, const char *name, int64_t n) { return (real *)plan_take(a, name, (size_t)n * sizeof(real)); }
 static int32_t *plan_int(Arena *a, const char *name, int64_t n) { return (int32_t *)plan_take(a, name, (size_t)n * sizeof(int32_t)); }
 
+enum { ROPE_MLA, ROPE_PLAIN, ROPE_COMPRESS, ROPE_KINDS }; // D S F; W Q; C H
 enum { LANES = 8, SCORE_ROWS = 256, SCORE_KEYS = 256, CLASSIFIER_ROWS = 256 };
 
 // Queries that one thread scores together: about SCORE_ROWS rows of (query, head).
@@ -872,7 +873,7 @@ static void plan_layer_kept(Model *m, Layer *l, Arena *a) {
     const Config *c = &m->c;
     l->n_cand = l->r ? m->T / l->r : 0;
     l->n_rows = m->T + (is_v4(l->letter) ? l->n_cand : 0);
-    l->cos_sin = l->letter == 'C' || l->letter == 'H' ? m->cos_sin_c : m->cos_sin;
+    l->cos_sin = m->cos_sin + m->T * c->rope * (is_mla(l->letter) ? ROPE_MLA : l->letter == 'C' || l->letter == 'H' ? ROPE_COMPRESS : ROPE_PLAIN);
     l->x = plan_real(a, "layer inputs", m->N * c->C);
     if (is_sparse(l->letter)) l->sel = plan_int(a, "selections", m->N * c->topk);
     if (!m->training) plan_layer_keys(m, l, a, "KV rows (cache)");
@@ -926,7 +927,7 @@ static size_t thread_scratch(const Model *m) {
     int64_t select = n * c->HI * (int64_t)sizeof(real) + n * (int64_t)sizeof(float) + 16384; // dots, scores of a chunk
     if (!strcmp(c->topk_method, "table")) select += m->T * (int64_t)sizeof(uint64_t) + queries * m->T * (int64_t)sizeof(float);
     else select += queries * (2 * k + SCORE_KEYS) * (int64_t)sizeof(uint64_t);
-    attend = (m->T + c->window) * (int64_t)(sizeof(int32_t) * 2 + sizeof(uint64_t) + (2 * (size_t)c->H + (size_t)c->HI + 4) * sizeof(real)) + 16384;
+    attend = (m->T + min64(m->T, c->window)) * (int64_t)(sizeof(int32_t) * 2 + sizeof(uint64_t) + (2 * (size_t)c->H + (size_t)c->HI + 4) * sizeof(real)) + 16384;
     return (size_t)(max64(select, attend) + 63) / 64 * 64;
 }
 
@@ -939,8 +940,7 @@ static void plan_walk(Model *m, Arena *a) {
     m->row_hit = plan_int(a, "tokens, targets, documents", N);
     m->row_loss = (float *)plan_int(a, "tokens, targets, documents", N);
     m->row_kl = (float *)plan_int(a, "tokens, targets, documents", N);
-    m->cos_sin = plan_real(a, "RoPE tables", m->T * c->rope);
-    m->cos_sin_c = plan_real(a, "RoPE tables", m->T * c->rope);
+    m->cos_sin = plan_real(a, "RoPE tables", ROPE_KINDS * m->T * c->rope);
     for (int64_t l = 0; l < c->L; l++) plan_layer_kept(m, &m->layers[l], a);
     m->last_x = plan_real(a, "layer inputs", N * c->C);
     m->xf = plan_real(a, "final norm, branch output", N * c->C);
@@ -997,7 +997,7 @@ static void plan_walk(Model *m, Arena *a) {
     }
 }
 
-static void rope_table(const Config *c, double theta, int64_t T, real *cos_sin);
+static void rope_tables(const Config *c, int64_t T, real *cos_sin);
 
 // Plan the buffers for B rows of T tokens; allocate them unless only_plan. May be called again for another size.
 static void activations_plan(Model *m, int64_t B, int64_t T, int training, int only_plan) {
@@ -1016,8 +1016,7 @@ static void activations_plan(Model *m, int64_t B, int64_t T, int training, int o
     m->arena.base = (char *)xalloc(m->arena.peak);
     m->arena.used = 0;
     plan_walk(m, &m->arena);
-    rope_table(&m->c, m->c.rope_theta, T, m->cos_sin);
-    rope_table(&m->c, m->c.compress_theta, T, m->cos_sin_c);
+    rope_tables(&m->c, T, m->cos_sin);
 }
 
 // The memory plan, line by line.
@@ -1275,17 +1274,18 @@ static void layernorm_backward(real *dx, real *dw, real *db, const real *dy, con
 
 // cos_sin[T, rope/2, 2]: the rotation of pair j at position t, by t * theta^(-2j/rope) (Su et al. 2021). YaRN (Peng
 // et al. 2023): pairs that turn less than beta_slow times over the original context are slowed by the factor, those
-// above beta_fast are kept, those between are mixed; cos and sin carry the attention factor.
-static void rope_table(const Config *c, double theta, int64_t T, real *cos_sin) {
+// above beta_fast are kept, those between are mixed; cos and sin carry the attention factor. W and Q have no YaRN.
+static void rope_table(const Config *c, int kind, int64_t T, real *cos_sin) {
     int64_t half = c->rope / 2;
-    int yarn = !strcmp(c->rope_type, "yarn");
+    int yarn = !strcmp(c->rope_type, "yarn") && kind != ROPE_PLAIN;
+    double theta = kind == ROPE_COMPRESS ? c->compress_theta : c->rope_theta;
     double d = (double)c->rope, tau = 6.283185307179586, base = log(theta), factor = 1;
     double low = floor(d * log((double)c->rope_original / (c->rope_beta_fast * tau)) / (2 * base));
     double high = ceil(d * log((double)c->rope_original / (c->rope_beta_slow * tau)) / (2 * base));
     low = low < 0 ? 0 : low;
     high = high > d - 1 ? d - 1 : high;
     if (high == low) high += 0.001;
-    if (yarn && c->rope_factor > 1) {
+    if (yarn && c->rope_factor > 1 && kind == ROPE_MLA) { // DeepSeek-V4 leaves cos and sin as they are
         double logf = 0.1 * log(c->rope_factor);
         factor = c->rope_mscale > 0 && c->rope_mscale_all > 0 ? (c->rope_mscale * logf + 1) / (c->rope_mscale_all * logf + 1) : logf + 1;
     }
@@ -1298,6 +1298,10 @@ static void rope_table(const Config *c, double theta, int64_t T, real *cos_sin) 
             cos_sin[(t * half + j) * 2 + 1] = (real)(sin((double)t * inv) * factor);
         }
     }
+}
+
+static void rope_tables(const Config *c, int64_t T, real *cos_sin) {
+    for (int kind = 0; kind < ROPE_KINDS; kind++) rope_table(c, kind, T, cos_sin + kind * T * c->rope);
 }
 
 enum { INTERLEAVED = 0, HALF_SPLIT = 1 };
@@ -1612,7 +1616,7 @@ typedef struct {
 
 // Collect what row i attends to; all = every visible candidate instead of the chosen ones.
 static Support support(const Model *m, const Layer *l, int64_t i, int all, char *scratch) {
-    int64_t lo, hi, t = i % m->T, doc = m->doc[i], width = (m->T + m->c.window + 15) / 16 * 16, from = t + 1;
+    int64_t lo, hi, t = i % m->T, doc = m->doc[i], width = (m->T + min64(m->T, m->c.window) + 15) / 16 * 16, from = t + 1;
     Support s;
     s.pos = (int32_t *)scratch;
     s.cand = s.pos + width;
@@ -2965,8 +2969,12 @@ static void generate(const Model *m, const Tokenizer *tok, const char *prompt, i
 // 15. Training loop
 
 static volatile sig_atomic_t stop_requested;
+static volatile time_t stop_time;
+// The first signal ends the run after the current step. One that comes seconds later does not wait; one that comes at
+// once is the same request, sent to the process and to its group.
 static void request_stop(int signal_number) {
-    if (stop_requested) _exit(128 + signal_number); // a second signal does not wait
+    if (stop_requested && time(NULL) > stop_time + 1) _exit(128 + signal_number);
+    if (!stop_requested) stop_time = time(NULL);
     stop_requested = signal_number;
 }
 

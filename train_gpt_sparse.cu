@@ -46,14 +46,15 @@ static unsigned blocks_for(int64_t n, int64_t per_block) { return (unsigned)((n 
 // Device memory as the plan of train_cpu.c, and what only this program needs.
 typedef struct {
     Model g;                     // buffers on the device
-    int64_t queries, support;    // queries of one attention chunk, positions of the longest support
-    float *probs, *ds;           // (queries, H, support) probabilities, gradients to logits
+    int64_t space, kl_space;     // floats of probs and of ds, of dots: they bound the queries of a chunk
+    float *probs, *ds;           // (queries, support, H) of a chunk: probabilities, gradients to logits
     int32_t *place;              // (queries, support) KV rows of the supports
     float *target, *dots;        // (queries, candidates), (queries, HI, candidates) of the KL
     float *delta;                // (N, H) d_oc . oc
     float *partial;              // partial sums of reductions down the rows
     uint32_t *pair_key, *pair_key2; // (N * k) candidate of each chosen slot, sorted
-    uint32_t *pair, *pair2;      // (N * k) slot number, sorted along: the inverse lists
+    uint32_t *pair, *pair2;      // (N * k) query * k + slot, sorted along
+    int2 *list;                  // (N * k) the inverse lists: query and slot, by candidate
     int32_t *list_start;         // (B * n_cand + 1) where a candidate's list starts
     void *sort_space;
     size_t sort_bytes;
@@ -346,14 +347,21 @@ typedef struct {
     const float *q_index, *w_index, *k_index; // of the source layer
 } Core;
 
+// KV rows of the longest support of a layer, when it attends to all candidates or to its chosen ones.
+static int64_t layer_support(const Model *g, const Layer *l, int all) {
+    int64_t n = all ? l->n_cand : min64(l->n_cand, g->c.topk);
+    return max64(1, n * (l->letter == 'Q' ? l->r : 1) + (is_v4(l->letter) ? min64(g->c.window, g->T) : l->letter == 'Q' ? l->r : 0));
+}
+
 static Core core_of(const Model *g, const Layer *l) {
     Core c;
     memset(&c, 0, sizeof c);
     const Layer *src = l->source >= 0 ? &g->layers[l->source] : NULL;
     c.T = (int)g->T; c.N = (int)g->N; c.H = (int)g->c.H; c.HI = (int)g->c.HI; c.DI = (int)g->c.DI; c.k = (int)g->c.topk; c.W = (int)g->c.window;
     c.r = (int)l->r; c.unit = l->letter == 'Q' ? (int)l->r : 1; c.n_cand = (int)l->n_cand; c.n_rows = (int)l->n_rows;
-    c.G = (int)l->G; c.Dk = (int)l->Dk; c.Dv = (int)l->Dv; c.R = (int)l->R; c.v_off = (int)l->v_off; c.support = (int)G_.support;
+    c.G = (int)l->G; c.Dk = (int)l->Dk; c.Dv = (int)l->Dv; c.R = (int)l->R; c.v_off = (int)l->v_off;
     c.v4 = is_v4(l->letter); c.qsa = l->letter == 'Q'; c.all = attends_to_all(g, l);
+    c.support = (int)layer_support(g, l, c.all);
     c.place = G_.place;
     c.scale = (float)l->scale;
     c.doc = g->doc; c.rows = l->rows; c.qrow = l->qrow;
@@ -428,69 +436,109 @@ __device__ static int gpu_keep(uint64_t *key, int n, uint64_t bound, int *warp_c
     return kept;
 }
 
-// HyTopK, plain: one block of threads a query. A chunk of BLOCK candidates is scored (one thread a candidate), keys
-// above tau are appended in index order, a full buffer is cut to its k largest. See select_hytopk in train_cpu.c.
+enum { TILE = 32 }; // channels of a key that stand in shared memory at a time
+
+// HyTopK: a block of threads serves QB neighbouring queries. A chunk of BLOCK candidates is scored, one thread a candidate
+// for all QB queries: keys come through shared memory, TILE channels at a time, so that global reads are whole lines.
+// Then, query by query, keys above tau are appended in index order; a full buffer is cut to its k largest. See
+// select_hytopk() in train_cpu.c. Dynamic shared memory: QB buffers [2k + BLOCK], queries, weights.
+template <int QB>
 __global__ static void hytopk_kernel(Core c, int32_t *sel, unsigned long long *nans) {
-    extern __shared__ uint64_t key[]; // [2k + BLOCK], then the query [HI * DI] and weights [HI]
+    extern __shared__ uint64_t buffers[];
+    __shared__ float tile[BLOCK / WARP][WARP][TILE + 1]; // by warp; the pad keeps columns in different banks
     __shared__ int count[256], shared[3], warp_count[BLOCK / WARP];
-    int i = (int)blockIdx.x, lo, n_visible, capacity = 2 * c.k + BLOCK, n = 0;
-    float *q = (float *)(key + capacity), *w = q + c.HI * c.DI;
-    gpu_visible(c, i, &lo, &n_visible);
-    for (int x = threadIdx.x; x < c.HI * c.DI; x += BLOCK) q[x] = c.q_index[(int64_t)i * c.HI * c.DI + x];
-    for (int x = threadIdx.x; x < c.HI; x += BLOCK) w[x] = c.w_index[(int64_t)i * c.HI + x];
+    int groups = (c.T + QB - 1) / QB, b = (int)blockIdx.x / groups, t0 = (int)blockIdx.x % groups * QB;
+    int capacity = 2 * c.k + BLOCK, width = c.HI * c.DI, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    int lo[QB], hi[QB], n[QB], from = c.T, to = 0;
+    uint64_t tau[QB];
+    float *q = (float *)(buffers + QB * capacity), *w = q + QB * width;
+    for (int j = 0; j < QB; j++) {
+        int visible = 0;
+        lo[j] = n[j] = 0;
+        tau[j] = 0;
+        if (t0 + j < c.T) gpu_visible(c, b * c.T + t0 + j, &lo[j], &visible);
+        hi[j] = lo[j] + visible;
+        if (visible) { from = min(from, lo[j]); to = max(to, hi[j]); }
+    }
+    int64_t row0 = (int64_t)b * c.T + t0, rows = min(QB, c.T - t0);
+    for (int x = threadIdx.x; x < rows * width; x += BLOCK) q[x] = c.q_index[row0 * width + x];
+    for (int x = threadIdx.x; x < rows * c.HI; x += BLOCK) w[x] = c.w_index[row0 * c.HI + x];
     __syncthreads();
-    uint64_t tau = 0;
-    for (int s0 = lo; s0 < lo + n_visible; s0 += BLOCK) {
+    for (int s0 = from; s0 < to; s0 += BLOCK) {
         int s = s0 + (int)threadIdx.x;
-        uint64_t x = 0;
-        if (s < lo + n_visible) {
-            const float *k_row = index_key(c, i, s);
-            float score = 0;
-            for (int h = 0; h < c.HI; h++) {
-                float dot = 0;
-                for (int d = 0; d < c.DI; d++) dot = fmaf(q[h * c.DI + d], k_row[d], dot);
-                float part = w[h] * (dot < 0 ? 0 : dot); // a NaN stays NaN
-                score = h == 0 ? part : score + part;
+        float score[QB], dot[QB];
+        for (int h = 0; h < c.HI; h++) {
+            for (int j = 0; j < QB; j++) dot[j] = 0;
+            for (int d0 = 0; d0 < c.DI; d0 += TILE) {
+                int nd = min(TILE, c.DI - d0);
+                if (h == 0 || c.DI > TILE) { // one tile holds a whole small key: read it once for all heads
+                    __syncwarp();
+                    for (int x = 0; x < WARP; x++) {
+                        int key = s0 + warp * WARP + x;
+                        if (key < to && lane < nd) tile[warp][x][lane] = c.k_index[((int64_t)b * c.n_cand + key) * c.DI + d0 + lane];
+                    }
+                    __syncwarp();
+                }
+                for (int d = 0; d < nd; d++)
+                    for (int j = 0; j < QB; j++) dot[j] = fmaf(q[j * width + h * c.DI + d0 + d], tile[warp][lane][d], dot[j]);
             }
-            x = gpu_order_key(score, s);
+            for (int j = 0; j < QB; j++) {
+                float part = w[j * c.HI + h] * (dot[j] < 0 ? 0 : dot[j]); // a NaN stays NaN
+                score[j] = h == 0 ? part : score[j] + part;
+            }
         }
-        if (n + BLOCK > capacity) {
-            tau = gpu_kth_largest(key, n, c.k, count, shared);
-            n = gpu_keep(key, n, tau, warp_count);
+        for (int j = 0; j < QB; j++) {
+            uint64_t *key = buffers + j * capacity, x = s >= lo[j] && s < hi[j] ? gpu_order_key(score[j], s) : 0;
+            if (n[j] + BLOCK > capacity) {
+                tau[j] = gpu_kth_largest(key, n[j], c.k, count, shared);
+                n[j] = gpu_keep(key, n[j], tau[j], warp_count);
+            }
+            int pass = x > tau[j];
+            unsigned ballot = __ballot_sync(0xffffffffu, pass);
+            if (lane == 0) warp_count[warp] = __popc(ballot);
+            __syncthreads();
+            int at = n[j] + __popc(ballot & ((1u << lane) - 1));
+            for (int v = 0; v < BLOCK / WARP; v++) {
+                if (v < warp) at += warp_count[v];
+                n[j] += warp_count[v];
+            }
+            if (pass) key[at] = x;
+            __syncthreads();
         }
-        int pass = x > tau;
-        unsigned ballot = __ballot_sync(0xffffffffu, pass);
-        if (threadIdx.x % WARP == 0) warp_count[threadIdx.x / WARP] = __popc(ballot);
-        __syncthreads();
-        int at = n + __popc(ballot & ((1u << threadIdx.x % WARP) - 1));
-        for (int v = 0; v < BLOCK / WARP; v++) {
-            if (v < (int)threadIdx.x / WARP) at += warp_count[v];
-            n += warp_count[v];
+    }
+    for (int j = 0; j < rows; j++) {
+        uint64_t *key = buffers + j * capacity;
+        if (n[j] > c.k) {
+            tau[j] = gpu_kth_largest(key, n[j], c.k, count, shared);
+            n[j] = gpu_keep(key, n[j], tau[j], warp_count);
         }
-        if (pass) key[at] = x;
-        __syncthreads();
+        for (int x = threadIdx.x; x < c.k; x += BLOCK) {
+            sel[(row0 + j) * c.k + x] = x < n[j] ? (int32_t)(uint32_t)~(uint32_t)key[x] : -1;
+            if (x < n[j] && key[x] >> 32 == 0xffffffffu) atomicAdd(nans, 1ull);
+        }
     }
-    if (n > c.k) {
-        tau = gpu_kth_largest(key, n, c.k, count, shared);
-        n = gpu_keep(key, n, tau, warp_count);
-    }
-    for (int j = threadIdx.x; j < c.k; j += BLOCK) {
-        sel[(int64_t)i * c.k + j] = j < n ? (int32_t)(uint32_t)~(uint32_t)key[j] : -1;
-        if (j < n && key[j] >> 32 == 0xffffffffu) atomicAdd(nans, 1ull);
-    }
+}
+
+// As many queries a block as shared memory holds buffers for.
+template <int QB>
+static int gpu_hytopk(const Core &c, int32_t *sel, int B) {
+    size_t bytes = QB * ((size_t)(2 * c.k + BLOCK) * sizeof(uint64_t) + (size_t)(c.HI * c.DI + c.HI) * sizeof(float));
+    if (bytes > (QB > 1 ? 80 : 180) * 1024) return 0; // more than one block should fit a multiprocessor
+    CUDA_CHECK(cudaFuncSetAttribute(hytopk_kernel<QB>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    hytopk_kernel<QB><<<(unsigned)(B * ((c.T + QB - 1) / QB)), BLOCK, bytes, stream>>>(c, sel, G_.nan_count);
+    return 1;
 }
 
 static void gpu_select_forward(Model *g, Layer *l) {
     Core c = core_of(g, l);
-    size_t bytes = (size_t)(2 * c.k + BLOCK) * sizeof(uint64_t) + (size_t)(c.HI * c.DI + c.HI) * sizeof(float);
-    CUDA_CHECK(cudaFuncSetAttribute(hytopk_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-    hytopk_kernel<<<(unsigned)g->N, BLOCK, bytes, stream>>>(c, l->sel, G_.nan_count);
+    if (!gpu_hytopk<8>(c, l->sel, (int)g->B) && !gpu_hytopk<4>(c, l->sel, (int)g->B) && !gpu_hytopk<2>(c, l->sel, (int)g->B) && !gpu_hytopk<1>(c, l->sel, (int)g->B))
+        die("--index-topk %d with %d index heads of %d: the candidate buffer needs more shared memory than a block has", c.k, c.HI, c.DI);
     g->index_scans++;
 }
 
 // ----------------------------------------------------------------------------
 // 5. Sparse attention
-// A chunk of queries at a time; probabilities and their gradients stand in (queries, H, support). The gradient to a KV
+// A chunk of queries at a time; probabilities and their gradients stand in (queries, support, H). The gradient to a KV
 // row is gathered by that row from the queries that chose it (inverse lists, sorted), never scattered: no atomics.
 
 // The support of row i (see support() in train_cpu.c), as numbers: window rows from..t, then n_cand candidates.
@@ -521,17 +569,27 @@ __global__ static void place_kernel(Core c, int32_t *place, int i0) {
     }
 }
 
-// p[q, h, j] = a[i, h] . row(j)[off + group * d ..], one warp a place: logits (times scale), or the products d_oc . v.
+enum { LANES_DOT = 8 }; // threads that share one dot product: three shuffles instead of five, four places a warp
+
+// p[q, j, h] = scale * a[i, h] . row(j)[off + group * d ..]: logits, or the products d_oc . v. Eight threads a place.
 __global__ static void support_dot_kernel(Core c, float *p, const float *a, int off, int d, float scale, int i0) {
-    int j = (int)(blockIdx.x * (BLOCK / WARP) + threadIdx.x / WARP), i = i0 + (int)blockIdx.y, lane = threadIdx.x % WARP;
-    if (j >= gpu_span(c, i).n) return;
-    const float *row = kv_row(c, i, c.place[(int64_t)blockIdx.y * c.support + j]) + off;
+    int j = (int)(blockIdx.x * (BLOCK / LANES_DOT) + threadIdx.x / LANES_DOT), i = i0 + (int)blockIdx.y, lane = threadIdx.x % LANES_DOT;
+    if (blockIdx.x * (BLOCK / LANES_DOT) >= gpu_span(c, i).n) return;
+    int inside = j < gpu_span(c, i).n; // all threads stay: they shuffle
+    const float *row = kv_row(c, i, inside ? c.place[(int64_t)blockIdx.y * c.support + j] : 0) + off;
+    float *out = p + ((int64_t)blockIdx.y * c.support + j) * c.H;
+    int whole = d % 4 == 0 && c.R % 4 == 0 && off % 4 == 0;
     for (int h = 0; h < c.H; h++) {
         const float *x = a + ((int64_t)i * c.H + h) * d, *r = row + h / (c.H / c.G) * d;
         float v = 0;
-        for (int k = lane; k < d; k += WARP) v += x[k] * r[k];
-        v = warp_sum(v);
-        if (lane == 0) p[((int64_t)blockIdx.y * c.H + h) * c.support + j] = v * scale;
+        if (whole) {
+            for (int k = lane; k < d / 4; k += LANES_DOT) {
+                float4 y = ((const float4 *)x)[k], z = ((const float4 *)r)[k];
+                v += y.x * z.x + y.y * z.y + y.z * z.z + y.w * z.w;
+            }
+        } else for (int k = lane; k < d; k += LANES_DOT) v += x[k] * r[k];
+        for (int o = LANES_DOT / 2; o > 0; o /= 2) v += __shfl_xor_sync(0xffffffffu, v, o);
+        if (lane == 0 && inside) out[h] = v * scale;
     }
 }
 
@@ -540,34 +598,33 @@ __global__ static void softmax_kernel(Core c, float *p, float *lse, int i0, int 
     int x = (int)((blockIdx.x * blockDim.x + threadIdx.x) / WARP), lane = threadIdx.x % WARP;
     if (x >= queries * c.H) return;
     int i = i0 + x / c.H, h = x % c.H, n = gpu_span(c, i).n;
-    float *ph = p + (int64_t)x * c.support, top = c.sinks ? c.sinks[h] : -INFINITY, sum = 0;
-    for (int j = lane; j < n; j += WARP) top = fmaxf(top, ph[j]);
+    float *ph = p + (int64_t)(x / c.H) * c.support * c.H + h, top = c.sinks ? c.sinks[h] : -INFINITY, sum = 0;
+    for (int j = lane; j < n; j += WARP) top = fmaxf(top, ph[(int64_t)j * c.H]);
     top = warp_max(top);
-    for (int j = lane; j < n; j += WARP) sum += ph[j] = expf(ph[j] - top);
+    for (int j = lane; j < n; j += WARP) sum += ph[(int64_t)j * c.H] = expf(ph[(int64_t)j * c.H] - top);
     sum = warp_sum(sum);
     if (c.sinks) sum += expf(c.sinks[h] - top);
-    for (int j = lane; j < n; j += WARP) ph[j] /= sum;
+    for (int j = lane; j < n; j += WARP) ph[(int64_t)j * c.H] /= sum;
     if (lane == 0) lse[(int64_t)i * c.H + h] = n || c.sinks ? top + logf(sum) : -INFINITY;
 }
 
-// p = exp(logit - lse): the probabilities again, in backward.
-__global__ static void probs_again_kernel(Core c, float *p, const float *lse, int i0, int queries) {
-    int x = (int)((blockIdx.x * blockDim.x + threadIdx.x) / WARP);
-    if (x >= queries * c.H) return;
-    int i = i0 + x / c.H, n = gpu_span(c, i).n;
-    float *ph = p + (int64_t)x * c.support, l = lse[(int64_t)i * c.H + x % c.H];
-    for (int j = threadIdx.x % WARP; j < n; j += WARP) ph[j] = expf(ph[j] - l);
+// p = exp(logit - lse): the probabilities again, in backward. One block a query.
+__global__ static void probs_again_kernel(Core c, float *p, const float *lse, int i0) {
+    int i = i0 + (int)blockIdx.x, n = gpu_span(c, i).n * c.H;
+    float *pq = p + (int64_t)blockIdx.x * c.support * c.H;
+    for (int x = threadIdx.x; x < n; x += blockDim.x) pq[x] = expf(pq[x] - lse[(int64_t)i * c.H + x % c.H]);
 }
 
-// out[i, h, d] = sum over places of p[q, h, j] * row(j)[off + group * d ..]. One block a query, threads over (h, d).
+// out[i, h, d] = sum over places of p[q, j, h] * row(j)[off + group * d ..]. One block a query, threads over (h, d).
 __global__ static void support_sum_kernel(Core c, float *out, const float *p, int off, int d, int i0) {
     int i = i0 + (int)blockIdx.x, n = gpu_span(c, i).n;
     const int32_t *place = c.place + (int64_t)blockIdx.x * c.support;
     for (int x = threadIdx.x; x < c.H * d; x += blockDim.x) {
         int h = x / d;
-        const float *ph = p + ((int64_t)blockIdx.x * c.H + h) * c.support, *column = kv_row(c, i, 0) + off + h / (c.H / c.G) * d + x % d;
+        const float *ph = p + (int64_t)blockIdx.x * c.support * c.H + h, *column = kv_row(c, i, 0) + off + h / (c.H / c.G) * d + x % d;
         float v = 0;
-        for (int j = 0; j < n; j++) v += ph[j] * column[(int64_t)place[j] * c.R];
+        #pragma unroll 4
+        for (int j = 0; j < n; j++) v += ph[(int64_t)j * c.H] * column[(int64_t)place[j] * c.R];
         out[(int64_t)i * c.H * d + x] = v;
     }
 }
@@ -584,20 +641,18 @@ __global__ static void delta_kernel(Core c, float *delta, float *d_sink, const f
     if (c.sinks) d_sink[x] = -expf(c.sinks[x % c.H] - lse[x]) * v;
 }
 
-// ds = p (dP - delta) scale, in place of dP.
-__global__ static void ds_kernel(Core c, float *ds, const float *p, const float *delta, int i0, int queries) {
-    int x = (int)((blockIdx.x * blockDim.x + threadIdx.x) / WARP);
-    if (x >= queries * c.H) return;
-    int i = i0 + x / c.H, n = gpu_span(c, i).n;
-    float del = delta[(int64_t)i * c.H + x % c.H];
-    for (int64_t j = threadIdx.x % WARP, at = (int64_t)x * c.support; j < n; j += WARP) ds[at + j] = p[at + j] * (ds[at + j] - del) * c.scale;
+// ds = p (dP - delta) scale, in place of dP. One block a query.
+__global__ static void ds_kernel(Core c, float *ds, const float *p, const float *delta, int i0) {
+    int i = i0 + (int)blockIdx.x, n = gpu_span(c, i).n * c.H;
+    int64_t at = (int64_t)blockIdx.x * c.support * c.H;
+    for (int x = threadIdx.x; x < n; x += blockDim.x) ds[at + x] = p[at + x] * (ds[at + x] - delta[(int64_t)i * c.H + x % c.H]) * c.scale;
 }
 
-// The first place in list[a, b) that is not below x.
-__device__ static int gpu_lower_bound(const uint32_t *list, int a, int b, uint64_t x) {
+// The first place in list[a, b) whose query is not below x.
+__device__ static int gpu_lower_bound(const int2 *list, int a, int b, int x) {
     while (a < b) {
         int mid = a + (b - a) / 2;
-        if (list[mid] < x) a = mid + 1;
+        if (list[mid].x < x) a = mid + 1;
         else b = mid;
     }
     return a;
@@ -605,24 +660,26 @@ __device__ static int gpu_lower_bound(const uint32_t *list, int a, int b, uint64
 
 // What query i gives to float x of a row that stands at place j of its support: ds q to the keys, p d_oc to the values.
 __device__ static float row_share(const Core &c, const float *p, const float *ds, const float *d_oc, int q, int i, int j, int x) {
-    int hg = c.H / c.G;
+    int hg = c.H / c.G, y = x - c.v_off;
+    int64_t at = ((int64_t)q * c.support + j) * c.H;
     float v = 0;
     if (x < c.G * c.Dk) {
-        const float *s = ds + (int64_t)q * c.H * c.support + j, *key = c.qrow + (int64_t)i * c.H * c.Dk + x % c.Dk;
-        for (int h = x / c.Dk * hg; h < (x / c.Dk + 1) * hg; h++) v += s[(int64_t)h * c.support] * key[(int64_t)h * c.Dk];
+        int h0 = x / c.Dk * hg;
+        const float *s = ds + at + h0, *key = c.qrow + ((int64_t)i * c.H + h0) * c.Dk + x % c.Dk;
+        for (int h = 0; h < hg; h++) v += s[h] * key[h * c.Dk];
     }
-    int y = x - c.v_off;
     if (y >= 0 && y < c.G * c.Dv) {
-        const float *s = p + (int64_t)q * c.H * c.support + j, *value = d_oc + (int64_t)i * c.H * c.Dv + y % c.Dv;
-        for (int h = y / c.Dv * hg; h < (y / c.Dv + 1) * hg; h++) v += s[(int64_t)h * c.support] * value[(int64_t)h * c.Dv];
+        int h0 = y / c.Dv * hg;
+        const float *s = p + at + h0, *value = d_oc + ((int64_t)i * c.H + h0) * c.Dv + y % c.Dv;
+        for (int h = 0; h < hg; h++) v += s[h] * value[h * c.Dv];
     }
     return v;
 }
 
 // d_rows[b, row] += sum over the chunk's queries i0..i1 that attend to the row, in their order. One block a row, a
 // thread for each of its floats. A query comes to a row through its window or tail, or through a candidate: one that it
-// chose (found by the inverse list), or any visible one when it attends to everything.
-__global__ static void row_gather_kernel(Core c, float *d_rows, const float *p, const float *ds, const float *d_oc, const uint32_t *list, const int32_t *list_start, int i0, int i1) {
+// chose (found by the inverse list of (query, slot)), or any visible one when it attends to everything.
+__global__ static void row_gather_kernel(Core c, float *d_rows, const float *p, const float *ds, const float *d_oc, const int2 *list, const int32_t *list_start, int i0, int i1) {
     int b = (int)blockIdx.x / c.n_rows, row = (int)blockIdx.x % c.n_rows, base = b * c.T;
     int first = max(i0, base), last = min(i1, base + c.T); // the chunk's queries of this sequence
     if (first >= last) return;
@@ -631,12 +688,12 @@ __global__ static void row_gather_kernel(Core c, float *d_rows, const float *p, 
     else if (c.qsa) { e = doc / c.r + (row - doc) / c.r; u = (row - doc) % c.r; }
     else if (!c.v4) e = row;
     int near_from = max(first, base + row), near_to = is_entry ? near_from : min(last, base + row + (c.v4 ? c.W : c.qsa ? c.r : 0));
-    int from = is_entry ? first : near_from, to = last;
+    int from = is_entry ? first : near_from, to = last, plain = !c.v4 && !c.qsa; // plain: a slot is a place
     if (e < 0 || e >= c.n_cand) to = from;
     else if (!c.all) {
         int start = list_start[b * c.n_cand + e], end = list_start[b * c.n_cand + e + 1];
-        from = gpu_lower_bound(list, start, end, (uint64_t)first * c.k);
-        to = gpu_lower_bound(list, start, end, (uint64_t)last * c.k);
+        from = gpu_lower_bound(list, start, end, first);
+        to = gpu_lower_bound(list, start, end, last);
     }
     for (int x = threadIdx.x; x < c.R; x += blockDim.x) {
         float v = d_rows[(int64_t)blockIdx.x * c.R + x];
@@ -645,11 +702,15 @@ __global__ static void row_gather_kernel(Core c, float *d_rows, const float *p, 
             if (row >= begin && c.doc[i] == doc) v += row_share(c, p, ds, d_oc, i - i0, i, row - begin, x);
         }
         for (int y = from; y < to; y++) {
-            int i = c.all ? y : (int)(list[y] / (unsigned)c.k);
-            Span s = gpu_span(c, i);
-            int slot = c.all ? e - s.lo : (int)(list[y] % (unsigned)c.k);
-            if (slot < 0 || slot >= s.n_cand || (c.qsa && c.doc[i] != doc)) continue;
-            v += row_share(c, p, ds, d_oc, i - i0, i, s.first + slot * c.unit + u, x);
+            int2 pair = c.all ? make_int2(y, 0) : list[y];
+            int i = pair.x, place = pair.y;
+            if (c.all || !plain) {
+                Span s = gpu_span(c, i);
+                int slot = c.all ? e - s.lo : pair.y;
+                if (slot < 0 || slot >= s.n_cand || (c.qsa && c.doc[i] != doc)) continue;
+                place = s.first + slot * c.unit + u;
+            }
+            v += row_share(c, p, ds, d_oc, i - i0, i, place, x);
         }
         d_rows[(int64_t)blockIdx.x * c.R + x] = v;
     }
@@ -662,9 +723,18 @@ __global__ static void pairs_kernel(const int32_t *sel, uint32_t *key, uint32_t 
     key[x] = sel[x] < 0 ? none : (uint32_t)(x / k / T * n_cand + sel[x]);
     pair[x] = (uint32_t)x;
 }
-__global__ static void list_start_kernel(const uint32_t *key, int32_t *start, int64_t candidates, int64_t n) {
-    int64_t e = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
-    if (e <= candidates) start[e] = gpu_lower_bound(key, 0, (int)n, (uint64_t)e);
+// Where each candidate's list starts, and the pairs as (query, slot).
+__global__ static void lists_kernel(const uint32_t *key, const uint32_t *pair, int2 *list, int32_t *start, int k, int candidates, int n) {
+    int x = (int)(blockIdx.x * blockDim.x + threadIdx.x);
+    if (x < n) list[x] = make_int2((int)(pair[x] / (unsigned)k), (int)(pair[x] % (unsigned)k));
+    if (x > candidates) return;
+    int a = 0, b = n; // the first pair of candidate x
+    while (a < b) {
+        int mid = a + (b - a) / 2;
+        if (key[mid] < (uint32_t)x) a = mid + 1;
+        else b = mid;
+    }
+    start[x] = a;
 }
 static void gpu_inverse_lists(const Model *g, const Layer *src) {
     int64_t n = g->N * g->c.topk, candidates = g->B * src->n_cand;
@@ -672,7 +742,7 @@ static void gpu_inverse_lists(const Model *g, const Layer *src) {
     int bits = 1;
     while (candidates >> bits) bits++;
     CUDA_CHECK(cub::DeviceRadixSort::SortPairs(G_.sort_space, G_.sort_bytes, G_.pair_key, G_.pair_key2, G_.pair, G_.pair2, (int)n, 0, bits, stream));
-    list_start_kernel<<<blocks_for(candidates + 1, BLOCK), BLOCK, 0, stream>>>(G_.pair_key2, G_.list_start, candidates, n);
+    lists_kernel<<<blocks_for(max64(n, candidates + 1), BLOCK), BLOCK, 0, stream>>>(G_.pair_key2, G_.pair2, G_.list, G_.list_start, (int)g->c.topk, (int)candidates, (int)n);
 }
 
 // Sum over a block; the result is in all threads.
@@ -713,7 +783,7 @@ __global__ static void index_kl_kernel(Core c, const float *probs, float *target
         float best = 0;
         for (int u = 0; u < c.unit; u++) {
             float mass = 0;
-            for (int h = 0; h < c.H; h++) mass += probs[((int64_t)blockIdx.x * c.H + h) * c.support + s.first + j * c.unit + u];
+            for (int h = 0; h < c.H; h++) mass += probs[((int64_t)blockIdx.x * c.support + s.first + j * c.unit + u) * c.H + h];
             best = fmaxf(best, mass);
         }
         p[j] = best;
@@ -774,24 +844,24 @@ __global__ static void index_dq_kernel(Core c, float *d_q, const float *dots, in
 }
 
 // d_k[b, candidate] += sum over the chunk's queries that chose it, in their order. One block a candidate.
-__global__ static void key_gather_kernel(Core c, float *d_k, const float *dots, int width, const uint32_t *list, const int32_t *list_start, int i0, int i1) {
+__global__ static void key_gather_kernel(Core c, float *d_k, const float *dots, int width, const int2 *list, const int32_t *list_start, int i0, int i1) {
     int b = (int)blockIdx.x / c.n_cand, e = (int)blockIdx.x % c.n_cand, base = b * c.T;
     int from = max(i0, base), to = min(i1, base + c.T);
     if (from >= to) return;
     if (!c.all) {
         int start = list_start[blockIdx.x], end = list_start[blockIdx.x + 1], first = from, last = to;
-        from = gpu_lower_bound(list, start, end, (uint64_t)first * c.k);
-        to = gpu_lower_bound(list, start, end, (uint64_t)last * c.k);
+        from = gpu_lower_bound(list, start, end, first);
+        to = gpu_lower_bound(list, start, end, last);
     } else from = max(from, base + e * c.r); // a query before the candidate's first token cannot see it
     for (int d = threadIdx.x; d < c.DI; d += blockDim.x) {
         float v = d_k[(int64_t)blockIdx.x * c.DI + d];
         for (int y = from; y < to; y++) {
-            int i = c.all ? y : (int)(list[y] / (unsigned)c.k), lo, n, slot;
+            int i = c.all ? y : list[y].x, lo, n, slot;
             if (c.all) {
                 gpu_visible(c, i, &lo, &n);
                 slot = e - lo;
                 if (slot < 0 || slot >= n) continue;
-            } else slot = (int)(list[y] % (unsigned)c.k);
+            } else slot = list[y].y;
             const float *g = dots + (int64_t)(i - i0) * c.HI * width + slot, *q = c.q_index + (int64_t)i * c.HI * c.DI + d;
             for (int h = 0; h < c.HI; h++) v += g[(int64_t)h * width] * q[(int64_t)h * c.DI];
         }
@@ -811,16 +881,23 @@ static void gpu_indexer_kl(Model *g, const Layer *l, const Core *c, int i0, int 
     index_kl_kernel<<<(unsigned)queries, BLOCK, 0, stream>>>(*c, G_.probs, G_.target, G_.dots, width, g->row_kl, g->d_wi, (float)g->kl_scale / teachers, teachers, learn, i0);
     if (!learn) return;
     index_dq_kernel<<<(unsigned)queries, 128, 0, stream>>>(*c, g->d_qi, G_.dots, width, i0);
-    key_gather_kernel<<<(unsigned)(g->B * c->n_cand), 64, 0, stream>>>(*c, g->d_ki, G_.dots, width, G_.pair2, G_.list_start, i0, i0 + queries);
+    key_gather_kernel<<<(unsigned)(g->B * c->n_cand), 64, 0, stream>>>(*c, g->d_ki, G_.dots, width, G_.list, G_.list_start, i0, i0 + queries);
+}
+
+// Queries of a chunk: as many as the buffers hold with this layer's support.
+static int chunk_queries(const Core *c) {
+    int64_t n = min64(G_.space / ((int64_t)c->H * c->support), 32768); // the second grid dimension ends at 65535
+    if (c->q_index) n = min64(n, G_.kl_space / ((int64_t)c->HI * kl_width(c)));
+    return (int)max64(1, n);
 }
 
 static void gpu_sparse_attention_forward(Model *g, Layer *l) {
     Core c = core_of(g, l);
-    int teach = !g->learning && kl_teachers(g, l);
-    for (int i0 = 0; i0 < c.N; i0 += (int)G_.queries) {
-        int n = (int)min64(G_.queries, c.N - i0);
+    int teach = !g->learning && kl_teachers(g, l), chunk = chunk_queries(&c);
+    for (int i0 = 0; i0 < c.N; i0 += chunk) {
+        int n = (int)min64(chunk, c.N - i0);
         place_kernel<<<(unsigned)n, BLOCK, 0, stream>>>(c, G_.place, i0);
-        support_dot_kernel<<<dim3(blocks_for(c.support, BLOCK / WARP), (unsigned)n), BLOCK, 0, stream>>>(c, G_.probs, c.qrow, 0, c.Dk, c.scale, i0);
+        support_dot_kernel<<<dim3(blocks_for(c.support, BLOCK / LANES_DOT), (unsigned)n), BLOCK, 0, stream>>>(c, G_.probs, c.qrow, 0, c.Dk, c.scale, i0);
         softmax_kernel<<<blocks_for((int64_t)n * c.H * WARP, BLOCK), BLOCK, 0, stream>>>(c, G_.probs, l->lse, i0, n);
         support_sum_kernel<<<(unsigned)n, BLOCK, 0, stream>>>(c, l->oc, G_.probs, c.v_off, c.Dv, i0);
         if (teach) gpu_indexer_kl(g, l, &c, i0, n, 0);
@@ -829,21 +906,21 @@ static void gpu_sparse_attention_forward(Model *g, Layer *l) {
 
 static void gpu_sparse_attention_backward(Model *g, Layer *l) {
     Core c = core_of(g, l);
-    int teach = g->kl_scale != 0 && kl_teachers(g, l);
+    int teach = g->kl_scale != 0 && kl_teachers(g, l), chunk = chunk_queries(&c);
     if (!c.all) gpu_inverse_lists(g, &g->layers[l->source]);
     CUDA_CHECK(cudaMemsetAsync(g->d_rows, 0, (size_t)(g->B * l->n_rows * l->R) * sizeof(float), stream));
     delta_kernel<<<blocks_for((int64_t)c.N * c.H * WARP, BLOCK), BLOCK, 0, stream>>>(c, G_.delta, g->d_sink, g->d_oc, l->oc, l->lse, c.N * c.H);
-    for (int i0 = 0; i0 < c.N; i0 += (int)G_.queries) {
-        int n = (int)min64(G_.queries, c.N - i0);
-        dim3 places(blocks_for(c.support, BLOCK / WARP), (unsigned)n);
-        unsigned heads = blocks_for((int64_t)n * c.H * WARP, BLOCK);
+    for (int i0 = 0; i0 < c.N; i0 += chunk) {
+        int n = (int)min64(chunk, c.N - i0);
+        dim3 places(blocks_for(c.support, BLOCK / LANES_DOT), (unsigned)n);
         place_kernel<<<(unsigned)n, BLOCK, 0, stream>>>(c, G_.place, i0);
         support_dot_kernel<<<places, BLOCK, 0, stream>>>(c, G_.probs, c.qrow, 0, c.Dk, c.scale, i0);
-        probs_again_kernel<<<heads, BLOCK, 0, stream>>>(c, G_.probs, l->lse, i0, n);
+        probs_again_kernel<<<(unsigned)n, BLOCK, 0, stream>>>(c, G_.probs, l->lse, i0);
         support_dot_kernel<<<places, BLOCK, 0, stream>>>(c, G_.ds, g->d_oc, c.v_off, c.Dv, 1.0f, i0);
-        ds_kernel<<<heads, BLOCK, 0, stream>>>(c, G_.ds, G_.probs, G_.delta, i0, n);
+        ds_kernel<<<(unsigned)n, BLOCK, 0, stream>>>(c, G_.ds, G_.probs, G_.delta, i0);
         support_sum_kernel<<<(unsigned)n, BLOCK, 0, stream>>>(c, g->d_qrow, G_.ds, 0, c.Dk, i0);
-        row_gather_kernel<<<(unsigned)(g->B * l->n_rows), 128, 0, stream>>>(c, g->d_rows, G_.probs, G_.ds, g->d_oc, G_.pair2, G_.list_start, i0, i0 + n);
+        unsigned threads = blocks_for(min64(l->R, 256), WARP) * WARP;
+        row_gather_kernel<<<(unsigned)(g->B * l->n_rows), threads, 0, stream>>>(c, g->d_rows, G_.probs, G_.ds, g->d_oc, G_.list, G_.list_start, i0, i0 + n);
         if (teach) gpu_indexer_kl(g, l, &c, i0, n, 1);
     }
 }
@@ -1445,24 +1522,23 @@ static void gpu_plan_walk(Model *g) {
     int64_t cand = 0, d = max64(max64(c->C, c->q_lora), max64(c->F, c->kv_lora + c->rope));
     plan_walk(g, a);
     a->used = a->peak; // behind the layers' shared place
-    G_.support = 1;
+    int64_t longest = 1; // a chunk must hold one query of the longest support; and about a gibibyte in all
     for (int64_t i = 0; i < c->L; i++) {
         const Layer *l = &g->layers[i];
         int all = l->all || c->warmup_dense > 0;
-        int64_t n = all ? l->n_cand : min64(l->n_cand, c->topk);
-        cand = max64(cand, l->source >= 0 ? (all ? l->n_cand : c->topk) : 0);
-        n = n * (l->letter == 'Q' ? l->r : 1) + (is_v4(l->letter) ? min64(c->window, g->T) : l->letter == 'Q' ? l->r : 0);
-        G_.support = max64(G_.support, n);
+        longest = max64(longest, layer_support(g, l, all));
+        cand = max64(cand, l->source >= 0 ? (all ? max64(l->n_cand, 1) : c->topk) : 0);
         d = max64(d, max64(l->R, c->H));
     }
-    int64_t per_query = (2 * c->H + 1) * G_.support + (c->HI + 1) * cand;
-    G_.queries = max64(1, min64(min64(g->N, 32768), ((int64_t)1 << 28) / per_query)); // a gibibyte at most
+    int64_t most = g->N * c->H * longest, kl_most = g->N * c->HI * cand;
+    G_.space = max64(c->H * longest, min64(most, (int64_t)1 << 27));
+    G_.kl_space = max64(c->HI * cand, min64(kl_most, (int64_t)1 << 27));
     const char *name = "attention of a chunk of queries";
-    G_.probs = plan_real(a, name, G_.queries * c->H * G_.support);
-    G_.ds = plan_real(a, name, G_.queries * c->H * G_.support);
-    G_.place = plan_int(a, name, G_.queries * G_.support);
-    G_.target = plan_real(a, name, G_.queries * cand);
-    G_.dots = plan_real(a, name, G_.queries * c->HI * cand);
+    G_.probs = plan_real(a, name, G_.space);
+    G_.ds = plan_real(a, name, G_.space);
+    G_.place = plan_int(a, name, G_.space / c->H);
+    G_.target = plan_real(a, name, G_.kl_space / c->HI);
+    G_.dots = plan_real(a, name, G_.kl_space);
     name = "sums and inverse lists";
     G_.delta = plan_real(a, name, g->N * c->H);
     G_.partial = plan_real(a, name, ROW_PARTS * d);
@@ -1470,6 +1546,7 @@ static void gpu_plan_walk(Model *g) {
     G_.pair_key2 = (uint32_t *)plan_int(a, name, g->N * c->topk);
     G_.pair = (uint32_t *)plan_int(a, name, g->N * c->topk);
     G_.pair2 = (uint32_t *)plan_int(a, name, g->N * c->topk);
+    G_.list = (int2 *)plan_int(a, name, 2 * g->N * c->topk);
     G_.list_start = plan_int(a, name, g->N + g->B + 1);
     G_.sort_bytes = 0;
     CUDA_CHECK(cub::DeviceRadixSort::SortPairs(NULL, G_.sort_bytes, G_.pair_key, G_.pair_key2, G_.pair, G_.pair2, (int)(g->N * c->topk), 0, 32, stream));
@@ -1505,12 +1582,10 @@ static void gpu_open(Model *m, int64_t B, int64_t T) {
     g->arena.base = (char *)device_alloc(peak);
     g->arena.used = g->arena.peak = 0;
     gpu_plan_walk(g);
-    float *table = (float *)xalloc((size_t)(T * m->c.rope) * sizeof(float));
-    rope_table(&m->c, m->c.rope_theta, T, table);
-    gpu_copy(g->cos_sin, table, T * m->c.rope, cudaMemcpyHostToDevice);
-    rope_table(&m->c, m->c.compress_theta, T, table);
-    gpu_copy(g->cos_sin_c, table, T * m->c.rope, cudaMemcpyHostToDevice);
-    free(table);
+    float *tables = (float *)xalloc((size_t)(ROPE_KINDS * T * m->c.rope) * sizeof(float));
+    rope_tables(&m->c, T, tables);
+    gpu_copy(g->cos_sin, tables, ROPE_KINDS * T * m->c.rope, cudaMemcpyHostToDevice);
+    free(tables);
     gpu_from_host(m);
     engine.forward = gpu_forward;
     engine.backward = gpu_backward;
@@ -1667,7 +1742,7 @@ int main(int argc, char **argv) {
         m.row_kl = (float *)xalloc((size_t)m.N * sizeof(float));
     }
     gpu_open(&m, c.B, c.T);
-    printf("on the device: %.1f MiB of activations, %lld queries in a chunk of attention, support of up to %lld rows\n", (double)G_.g.arena.peak / 1048576.0, (long long)G_.queries, (long long)G_.support);
+    printf("on the device: %.1f MiB of activations and scratch\n", (double)G_.g.arena.peak / 1048576.0);
     if (c.verify) {
         for (int64_t b = 0; b < m.B; b++) loader_row(&data[0], b, m.tokens + b * m.T, m.targets + b * m.T);
         m.learning = 1;

@@ -37,8 +37,10 @@ run test_tokens "$BUILD/test_tokens"
 run test_selection "$BUILD/test_selection"
 run test_model "$BUILD/test_model"
 run test_gradients "$BUILD/test_gradients"
+run test_letters "$BUILD/test_letters"
 run test_oracle "$BUILD/test_oracle" dev/test/oracle/*.safetensors
 run test_oracle_double "$BUILD/test_oracle_double" dev/test/oracle/*.safetensors
 run test_cli sh dev/test/test_cli.sh
+run test_readme sh dev/test/test_readme.sh
 echo "$passed passed, $failed failed"
 [ "$failed" = 0 ]

@@ -46,8 +46,7 @@ static void options(Config *c, const char *text) {
 // Fill all buffers with NaN (integers: -1), as if a stranger had used the memory, and put the rows and constants back.
 static void poison(void) {
     memset(m.arena.base, 0xff, m.arena.peak);
-    rope_table(&m.c, m.c.rope_theta, m.T, m.cos_sin);
-    rope_table(&m.c, m.c.compress_theta, m.T, m.cos_sin_c);
+    rope_tables(&m.c, m.T, m.cos_sin);
     memcpy(m.tokens, tokens, (size_t)m.N * sizeof *tokens);
     memcpy(m.targets, targets, (size_t)m.N * sizeof *targets);
 }

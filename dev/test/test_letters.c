@@ -43,11 +43,15 @@ static void options(Config *c, const char *text) {
     }
 }
 
+static void *copy_of(const void *p, size_t bytes) { return memcpy(xalloc(bytes), p, bytes); }
+
 // Fill all buffers with NaN (integers: -1), as if a stranger had used the memory, and put the rows and constants back.
 static void poison(void) {
+    size_t bytes = (size_t)(ROPE_KINDS * m.T * m.c.rope) * sizeof(real);
+    real *tables = (real *)copy_of(m.cos_sin, bytes);
     memset(m.arena.base, 0xff, m.arena.peak);
-    rope_table(&m.c, m.c.rope_theta, m.T, m.cos_sin);
-    rope_table(&m.c, m.c.compress_theta, m.T, m.cos_sin_c);
+    memcpy(m.cos_sin, tables, bytes);
+    free(tables);
     memcpy(m.tokens, tokens, (size_t)m.N * sizeof *tokens);
     memcpy(m.targets, targets, (size_t)m.N * sizeof *targets);
 }
@@ -106,7 +110,6 @@ static void teardown(void) {
     model_free(&m);
 }
 
-static void *copy_of(const void *p, size_t bytes) { return memcpy(xalloc(bytes), p, bytes); }
 static size_t sel_bytes(void) { return (size_t)(m.N * m.c.topk) * sizeof(int32_t); }
 static void keep_selection(void) {
     for (int64_t l = 0; l < m.c.L; l++)
@@ -970,6 +973,8 @@ int main(int argc, char **argv) {
     for (int i = 0; i < 4; i++) test_layer(letters[i]);
     test_yarn("C", "");
     test_yarn("H", "");
+    test_yarn("W", "");
+    test_yarn("C", "rope-mscale=0.5");
     for (int i = 0; i < 6; i++) {
         test_documents(all[i]);
         test_causality(all[i], 1);

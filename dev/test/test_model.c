@@ -71,8 +71,7 @@ static Config config(const char *layers, int64_t L, int64_t B, int64_t T, int64_
 static void replan(Model *m, int64_t B, int64_t T, int training) {
     activations_plan(m, B, T, training, 0);
     memset(m->arena.base, 0xff, m->arena.peak);
-    rope_table(&m->c, m->c.rope_theta, T, m->cos_sin);
-    rope_table(&m->c, m->c.compress_theta, T, m->cos_sin_c);
+    rope_tables(&m->c, T, m->cos_sin);
     free(m->all_logits);
     m->all_logits = (real *)xalloc((size_t)(m->N * m->c.V) * sizeof(real));
 }
@@ -301,7 +300,7 @@ static void test_rope(void) {
         if (yarn) factor = yarn_reference(&c, inv);
         real *table = (real *)xalloc((size_t)(T * c.rope) * sizeof(real));
         memset(table, 0xff, (size_t)(T * c.rope) * sizeof(real));
-        rope_table(&c, c.rope_theta, T, table);
+        rope_table(&c, ROPE_MLA, T, table);
         for (int64_t t = 0; t < T; t++) {
             for (int64_t j = 0; j < c.rope / 2; j++) {
                 const real *z = table + (t * c.rope / 2 + j) * 2;
