@@ -119,5 +119,9 @@ test: all $(TESTS:%=$(BUILD)/%)
 test-long: all
 	@BUILD=$(BUILD) TRAINER=./$(TRAINER) sh dev/test/long.sh
 
+bench: all
+	sh dev/bench/bench_cpu.sh
+	sh dev/bench/copy_sweep.sh dev/bench/results-cpu/copy.jsonl
+
 clean:
 	rm -rf build train_cpu train_gpt_sparse
