@@ -1430,8 +1430,8 @@ static void emit_selection(Model *m, Layer *l, int64_t i, const uint64_t *key, i
 static void select_hytopk(Model *m, Layer *l, int64_t b, int64_t t0, int64_t nq, char *scratch) {
     int64_t k = m->c.topk, capacity = 2 * min64(k, m->T) + SCORE_KEYS, first = m->T, last = 0;
     uint64_t *keys = (uint64_t *)scratch;                       // [nq, capacity]
-    float *scores = (float *)(keys + nq * capacity);            // [nq, SCORE_KEYS]
-    real *dots = (real *)(scores + nq * SCORE_KEYS);            // [nq * HI, SCORE_KEYS]
+    real *dots = (real *)(keys + nq * capacity);                // [nq * HI, SCORE_KEYS]
+    float *scores = (float *)(dots + nq * m->c.HI * SCORE_KEYS); // [nq, SCORE_KEYS]
     int64_t count[SCORE_ROWS] = {0};
     uint64_t tau[SCORE_ROWS] = {0};
     for (int64_t q = 0; q < nq; q++) {
@@ -1469,9 +1469,9 @@ static void select_hytopk(Model *m, Layer *l, int64_t b, int64_t t0, int64_t nq,
 static void select_table(Model *m, Layer *l, int64_t b, int64_t t0, int64_t nq, char *scratch) {
     int64_t k = m->c.topk, last = 0, lo, hi;
     uint64_t *keys = (uint64_t *)scratch;                       // [T], one query at a time
-    float *table = (float *)(keys + m->T);                      // [nq, T]
-    float *scores = table + nq * m->T;                          // [nq, SCORE_KEYS]
-    real *dots = (real *)(scores + nq * SCORE_KEYS);
+    real *dots = (real *)(keys + m->T);                         // [nq * HI, SCORE_KEYS]
+    float *scores = (float *)(dots + nq * m->c.HI * SCORE_KEYS); // [nq, SCORE_KEYS]
+    float *table = scores + nq * SCORE_KEYS;                    // [nq, T]
     for (int64_t q = 0; q < nq; q++) {
         visible(m, l, b * m->T + t0 + q, &lo, &hi);
         last = max64(last, hi);
