@@ -1730,7 +1730,10 @@ int main(int argc, char **argv) {
     Loader data[2];
     Tokenizer tok;
     if (!prepare(&c, &m, data, &tok, argc, argv)) return 0;
+    if (strcmp(c.selector, "indexer") || strcmp(c.topk_method, "hytopk"))
+        die("--selector %s --topk %s: the CUDA trainer has only --selector indexer and --topk hytopk so far; ./train_cpu has all", c.selector, c.topk_method);
     gpu_report();
+    if (c.probe) printf("probe: not on the device yet, recall@k and mass@k are left out\n");
     if (c.verify) activations_plan(&m, c.B, c.T, 1, 0);
     else { // the host holds what the loop reads and writes
         m.B = c.B; m.T = c.T; m.N = c.B * c.T; m.r0 = 0; m.nr = m.N;
