@@ -51,7 +51,7 @@ ifdef REAL
 ALL_CFLAGS += -DREAL=$(REAL)
 endif
 
-SOURCES = train_cpu.c $(wildcard data/*.h) dev/test/check.h
+SOURCES = train_cpu.c $(wildcard data/*.h dev/test/*.h)
 TESTS = test_safetensors test_tokens test_oracle test_oracle_double test_gradients test_letters test_selection test_model
 TRAINER = $(if $(filter 1,$(SANITIZE)),$(BUILD)/train_cpu,train_cpu)
 

@@ -63,14 +63,13 @@ static void whole_step(const char *layers, int64_t T, int64_t B, int64_t k, int 
 static uint64_t some_steps(const char *layers, int64_t steps, int compare, const char *recompute) {
     Config c = small_config(layers, 130, 2, 9, "deepseek_v32");
     Model m, h;
-    Engine cpu = {model_forward, model_backward, zero_grads, grad_norm, adamw_update, nothing_to_do, nothing_to_do};
     strcpy(c.recompute, recompute);
     c.warmup_dense = steps / 4;
     small_model(&m, &c);
     small_model(&h, &c); // the tokens are drawn again, but both sides get m's
     memcpy(h.params, m.params, (size_t)m.n_params * sizeof(float));
     gpu_open(&m, 2, 130);
-    Engine gpu = engine;
+    Engine gpu = engine, cpu = cpu_engine;
     double worst = 0;
     int64_t scans = 0;
     for (int64_t s = 0; s < steps; s++) {
@@ -95,6 +94,7 @@ static uint64_t some_steps(const char *layers, int64_t steps, int compare, const
         if (compare && fabs(loss[0] - loss[1]) > worst) worst = fabs(loss[0] - loss[1]);
     }
     if (compare) check(worst < 2e-3, "%s: %lld steps follow the reference's loss: largest difference %.1e", layers, (long long)steps, worst);
+    engine = gpu;
     gpu_to_host(&m);
     uint64_t hash = 0;
     for (int64_t i = 0; i < m.n_params; i++) {

@@ -334,18 +334,21 @@ static void config_defaults(Config *c) {
     for (int i = 0; i < N_OPTIONS; i++) config_set(c, OPTIONS[i].name, OPTIONS[i].def, "built-in default");
 }
 
-// Apply a preset's "name=value name=value".
-static void config_preset(Config *c, const char *name) {
-    for (size_t i = 0; i < sizeof PRESETS / sizeof PRESETS[0]; i++) {
-        if (strcmp(PRESETS[i].name, name)) continue;
-        char buf[1024], *save = NULL;
-        snprintf(buf, sizeof buf, "%s", PRESETS[i].settings);
-        for (char *p = strtok_r(buf, " ", &save); p; p = strtok_r(NULL, " ", &save)) {
-            char *eq = strchr(p, '=');
-            *eq = 0;
-            config_set(c, p, eq + 1, "built-in preset");
-        }
+// Set options from "name=value name=value".
+static void config_set_all(Config *c, const char *text, const char *where) {
+    char buf[1024], *save = NULL;
+    snprintf(buf, sizeof buf, "%s", text);
+    for (char *p = strtok_r(buf, " ", &save); p; p = strtok_r(NULL, " ", &save)) {
+        char *eq = strchr(p, '=');
+        if (!eq) die("%s: expected name=value, got '%s'", where, p);
+        *eq = 0;
+        config_set(c, p, eq + 1, where);
     }
+}
+
+static void config_preset(Config *c, const char *name) {
+    for (size_t i = 0; i < sizeof PRESETS / sizeof PRESETS[0]; i++)
+        if (!strcmp(PRESETS[i].name, name)) config_set_all(c, PRESETS[i].settings, "built-in preset");
     config_set(c, "preset", name, "command line");
 }
 
@@ -591,13 +594,13 @@ typedef struct {
     real *xn, *rstd;             // (N, C) normed input, (N)
     real *qa, *qr, *rstd_q;      // (N, q_lora) query latent before and after its norm, (N)
     real *q, *rstd_h;            // (N, n_q) query projection, (N, H) of its norm by head
-    real *kva, *rstd_kv;         // (N, R) or (N, G*D) key-value projection before the norm, (N, G)
+    real *kva, *rstd_kv;         // (N, R) key-value projection before the norm, (N); Q: (G, N)
     real *qrow;                  // (N, H, Dk) queries as the core takes them
     real *oc, *att;              // (N, H, Dv) sums of values, (N, n_att) input of the output projection
     real *oa;                    // (N, o_groups * o_lora) C H W
     real *ent, *rstd_e;          // (B, n_cand, D) entries before their norm, (B, n_cand)
     real *ika, *mean_k, *rstd_k; // (B, n_cand, DI) index keys before their norm, (B, n_cand) each
-    real *rstd_iq;               // (N, HI) Q: of the index queries' norm
+    real *rstd_iq;               // (HI, N) Q: of the index queries' norm
     real *x2, *xn2, *rstd2;      // (N, C) after attention, normed, (N)
     real *g, *u, *act;           // (N, F) gate, up, silu(gate) * up
 } Layer;
@@ -639,6 +642,7 @@ typedef struct {
     real *lane_rows, *lane_ki;    // (LANES, n_rows, R), (LANES, n_cand, DI) partial sums, see section 9
     char *scratch;                // (threads, scratch_bytes)
     size_t scratch_bytes;
+    int64_t most_cand;            // candidates of a sequence in the layer that has most
     int lanes;                    // accumulators of the backward pass (section 9); 0: the CUDA trainer has none
     int learning;                 // this forward pass will be followed by backward
     double loss_scale, kl_scale;  // 1 / targets of the whole step, kl_coef / queries of the whole step
@@ -887,11 +891,13 @@ static void plan_layer_scratch(Model *m, Layer *l, Arena *a) {
     const char *name = "layer activations";
     l->xn = plan_real(a, name, N * c->C);
     l->rstd = plan_real(a, name, N);
-    l->qa = plan_real(a, name, N * c->q_lora);
-    l->qr = plan_real(a, name, N * c->q_lora);
-    l->rstd_q = plan_real(a, name, N);
+    if (l->letter != 'Q') {
+        l->qa = plan_real(a, name, N * c->q_lora);
+        l->qr = plan_real(a, name, N * c->q_lora);
+        l->rstd_q = plan_real(a, name, N);
+    }
     l->q = plan_real(a, name, N * l->n_q);
-    l->rstd_h = plan_real(a, name, N * H);
+    if (!is_mla(l->letter)) l->rstd_h = plan_real(a, name, N * H);
     l->kva = plan_real(a, name, N * l->R);
     l->rstd_kv = plan_real(a, name, N * l->G);
     l->qrow = plan_real(a, name, N * H * l->Dk);
@@ -906,9 +912,9 @@ static void plan_layer_scratch(Model *m, Layer *l, Arena *a) {
     if (m->training) plan_layer_keys(m, l, a, name);
     if (is_sparse(l->letter)) {
         l->ika = plan_real(a, name, m->B * l->n_cand * c->DI);
-        l->mean_k = plan_real(a, name, m->B * l->n_cand);
         l->rstd_k = plan_real(a, name, m->B * l->n_cand);
-        l->rstd_iq = plan_real(a, name, N * c->HI);
+        if (l->letter == 'D') l->mean_k = plan_real(a, name, m->B * l->n_cand);
+        if (l->letter == 'Q') l->rstd_iq = plan_real(a, name, N * c->HI);
         if (m->training && strcmp(c->index_target, "served")) plan_layer_index(m, l, a, name);
     }
     l->x2 = plan_real(a, name, N * c->C);
@@ -950,7 +956,8 @@ static void plan_walk(Model *m, Arena *a) {
     m->scratch = (char *)plan_take(a, "scratch of the threads", m->scratch_bytes * (size_t)max_threads());
     if (m->training) { // one set for all layers: as large as the largest needs
         const char *name = "gradients of activations";
-        int64_t q = 0, att = 0, qrow = 0, oc = 0, rows = 0, kva = 0, comp = 0, ent = 0, cand = 0, lane = 0, H = c->H;
+        int64_t q = 0, att = 0, qrow = 0, oc = 0, rows = 0, kva = 0, comp = 0, ent = 0, lane = 0, H = c->H;
+        m->most_cand = 0;
         for (int64_t i = 0; i < c->L; i++) {
             const Layer *l = &m->layers[i];
             q = max64(q, N * l->n_q);
@@ -960,7 +967,7 @@ static void plan_walk(Model *m, Arena *a) {
             rows = max64(rows, m->B * l->n_rows * l->R);
             lane = max64(lane, l->n_rows * l->R);
             kva = max64(kva, N * l->R);
-            cand = max64(cand, l->n_cand);
+            m->most_cand = max64(m->most_cand, l->n_cand);
             if (l->letter == 'C' || l->letter == 'H') {
                 comp = max64(comp, N * max64(comp_width(l, c->head_dim), comp_width(l, c->DI)));
                 ent = max64(ent, m->B * l->n_cand * l->R);
@@ -982,13 +989,13 @@ static void plan_walk(Model *m, Arena *a) {
         m->d_u = plan_real(a, name, N * c->F);
         m->d_qi = plan_real(a, name, N * c->HI * c->DI);
         m->d_wi = plan_real(a, name, N * c->HI);
-        m->d_ki = plan_real(a, name, m->B * cand * c->DI);
-        m->d_ki2 = plan_real(a, name, m->B * cand * c->DI);
+        m->d_ki = plan_real(a, name, m->B * m->most_cand * c->DI);
+        m->d_ki2 = plan_real(a, name, m->B * m->most_cand * c->DI);
         m->d_comp = plan_real(a, name, comp);
         m->d_ent = plan_real(a, name, ent);
         m->d_sink = plan_real(a, name, N * H);
         m->lane_rows = plan_real(a, "partial sums of the lanes", m->lanes * lane);
-        m->lane_ki = plan_real(a, "partial sums of the lanes", m->lanes * cand * c->DI);
+        m->lane_ki = plan_real(a, "partial sums of the lanes", m->lanes * m->most_cand * c->DI);
     }
     size_t mark = a->used;
     for (int64_t l = 0; l < c->L; l++) {
@@ -1320,6 +1327,14 @@ static inline void rope_apply(real *x, const real *cos_sin, int64_t half, int la
 // wherever it stands.
 static const real *rope_row(const Model *m, const Layer *l, int64_t i) { return l->cos_sin + (i % m->T - m->doc[i]) * m->c.rope; }
 
+// Rotate vectors of the rows being computed in place: heads vectors of a row, the first at
+// x + row * row_step, the others head_step apart. sign -1 is the inverse.
+static void rotate(const Model *m, const Layer *l, real *x, int64_t row_step, int64_t heads, int64_t head_step, int layout, real sign) {
+    #pragma omp parallel for schedule(static)
+    for (int64_t i = m->r0; i < m->r0 + m->nr; i++)
+        for (int64_t h = 0; h < heads; h++) rope_apply(x + i * row_step + h * head_step, rope_row(m, l, i), m->c.rope / 2, layout, sign);
+}
+
 // act = silu(g) * u
 static void swiglu_forward(real *act, const real *g, const real *u, int64_t n) {
     #pragma omp parallel for simd schedule(static)
@@ -1489,6 +1504,8 @@ static void select_table(Model *m, Layer *l, int64_t b, int64_t t0, int64_t nq, 
     }
 }
 
+static char *my_scratch(const Model *m) { return m->scratch + (size_t)thread_id() * m->scratch_bytes; }
+
 static void attention_mass(const Model *m, const Layer *l, int64_t i, real *mass, char *scratch);
 
 // The controls, one query at a time: a random set of k, the last k, or the k with the largest attention.
@@ -1496,13 +1513,13 @@ static void select_control(Model *m, Layer *l, int64_t i, char *scratch) {
     int64_t lo, hi, k = m->c.topk;
     uint64_t *keys = (uint64_t *)scratch; // [T]
     real *mass = (real *)(keys + m->T);   // [T]
+    int oracle = !strcmp(m->c.selector, "oracle"), random = !strcmp(m->c.selector, "random");
     visible(m, l, i, &lo, &hi);
-    if (!strcmp(m->c.selector, "oracle")) attention_mass(m, l, i, mass, (char *)(mass + m->T));
+    if (oracle) attention_mass(m, l, i, mass, (char *)(mass + m->T));
     for (int64_t s = lo; s < hi; s++) {
-        float score = 0; // window: the order of the positions themselves, exact at any length
-        if (!strcmp(m->c.selector, "random")) score = (float)(rng_u64(m->select_seed, RNG_SELECT + (uint64_t)(l - m->layers), (uint64_t)(i * m->T + s)) >> 40);
-        if (!strcmp(m->c.selector, "oracle")) score = (float)mass[s - lo];
-        keys[s - lo] = !strcmp(m->c.selector, "window") ? (uint64_t)s << 32 | (uint32_t)~(uint32_t)s : order_key(score, s);
+        if (oracle) keys[s - lo] = order_key((float)mass[s - lo], s);
+        else if (random) keys[s - lo] = order_key((float)(rng_u64(m->select_seed, RNG_SELECT + (uint64_t)(l - m->layers), (uint64_t)(i * m->T + s)) >> 40), s);
+        else keys[s - lo] = (uint64_t)s << 32 | (uint32_t)~(uint32_t)s; // window: the positions themselves, exact at any length
     }
     if (hi - lo > k) keep_largest(keys, hi - lo, k);
     emit_selection(m, l, i, keys, min64(hi - lo, k));
@@ -1515,7 +1532,7 @@ static void select_forward(Model *m, Layer *l) {
     int64_t per_row = m->B == 1 ? (m->nr + block - 1) / block : (m->T + block - 1) / block;
     if (control) {
         #pragma omp parallel for schedule(dynamic)
-        for (int64_t i = m->r0; i < last; i++) select_control(m, l, i, m->scratch + (size_t)thread_id() * m->scratch_bytes);
+        for (int64_t i = m->r0; i < last; i++) select_control(m, l, i, my_scratch(m));
         return;
     }
     m->index_scans++;
@@ -1523,9 +1540,7 @@ static void select_forward(Model *m, Layer *l) {
     for (int64_t j = 0; j < m->B * per_row; j++) { // the last blocks of a row see the most keys: take them first
         int64_t b = j % m->B, start = m->B == 1 ? m->r0 : 0, end = m->B == 1 ? last : m->T;
         int64_t t0 = start + (per_row - 1 - j / m->B) * block, nq = min64(block, end - t0);
-        char *scratch = m->scratch + (size_t)thread_id() * m->scratch_bytes;
-        if (table) select_table(m, l, b, t0, nq, scratch);
-        else select_hytopk(m, l, b, t0, nq, scratch);
+        (table ? select_table : select_hytopk)(m, l, b, t0, nq, my_scratch(m));
     }
 }
 
@@ -1702,8 +1717,9 @@ static int64_t kl_teachers(const Model *m, const Layer *l) {
 
 // The indexer's loss for row i: KL(p || softmax of the index scores over the same candidates), where p is
 // index_target(), a constant (DeepSeek-V3.2, eq. 3 and 4). The gradient to a score is exactly softmax - p; with lane_ki
-// given it flows on to index queries, head weights and keys. Returns the KL.
-static double indexer_kl(Model *m, const Layer *l, int64_t i, const Support *s, const real *probs, real *lane_ki, real *scratch) {
+// given it flows on to index queries, head weights and keys. Loss and gradient are shared among the indexer's teachers
+// (kl_teachers()); returns this one's part.
+static double indexer_kl(Model *m, const Layer *l, int64_t i, const Support *s, const real *probs, int64_t teachers, real *lane_ki, real *scratch) {
     const Layer *src = &m->layers[l->source];
     int64_t HI = m->c.HI, DI = m->c.DI, n = s->n_cand;
     real *dot = scratch, *score = dot + HI * n, *p = score + n; // [HI, n], [n], [n]
@@ -1720,9 +1736,10 @@ static double indexer_kl(Model *m, const Layer *l, int64_t i, const Support *s, 
     double log_sum = (double)top + log(sum);
     for (int64_t j = 0; j < n; j++)
         if (p[j] > 0) kl += (double)p[j] * (log((double)p[j]) - ((double)score[j] - log_sum));
+    kl /= (double)teachers;
     if (!lane_ki) return kl;
     real *d_w = m->d_wi + i * HI, *d_q = m->d_qi + i * HI * DI, *d_score = score;
-    double scale = m->kl_scale / (double)kl_teachers(m, l);
+    double scale = m->kl_scale / (double)teachers;
     for (int64_t j = 0; j < n; j++) d_score[j] = (real)(scale * (exp((double)score[j] - log_sum) - (double)p[j]));
     for (int64_t h = 0; h < HI; h++) {
         real *x = dot + h * n, sum_w = 0;
@@ -1736,8 +1753,6 @@ static double indexer_kl(Model *m, const Layer *l, int64_t i, const Support *s, 
     for (int64_t j = 0; j < n; j++) rows_sum(lane_ki + s->cand[j] * DI, dot + j, n, q, DI, NULL, HI, DI);
     return kl;
 }
-
-static char *my_scratch(const Model *m) { return m->scratch + (size_t)thread_id() * m->scratch_bytes; }
 
 // oc[i, h] = sum over the support of softmax(scale * q . key) * value, and lse. When only evaluating, the KL as well;
 // in training the backward pass has the probabilities anyway and takes it there.
@@ -1754,7 +1769,7 @@ static void sparse_attention_forward(Model *m, Layer *l) {
             memset(o, 0, (size_t)l->Dv * sizeof(real));
             rows_sum(o, p + h * s.n, 1, values + h / hg * l->Dv, l->R, s.pos, s.n, l->Dv);
         }
-        if (teachers) m->row_kl[i] += (float)(indexer_kl(m, l, i, &s, p, NULL, p + H * s.n) / (double)teachers);
+        if (teachers) m->row_kl[i] += (float)indexer_kl(m, l, i, &s, p, teachers, NULL, p + H * s.n);
     }
 }
 
@@ -1772,7 +1787,7 @@ static void attention_row_backward(Model *m, Layer *l, int64_t i, int64_t teache
         #pragma omp simd
         for (int64_t j = 0; j < n; j++) p[h * n + j] = exp_real(p[h * n + j] * (real)l->scale - lse[h]);
     }
-    if (teachers) m->row_kl[i] += (float)(indexer_kl(m, l, i, &s, p, lane_ki, ds) / (double)teachers);
+    if (teachers) m->row_kl[i] += (float)indexer_kl(m, l, i, &s, p, teachers, lane_ki, ds);
     for (int64_t g = 0; g < l->G; g++) {
         const real *q = l->qrow + (i * H + g * hg) * Dk, *d_o = m->d_oc + (i * H + g * hg) * Dv;
         real *pg = p + g * hg * n, *dg = ds + g * hg * n;
@@ -1826,6 +1841,14 @@ static void sparse_attention_backward(Model *m, Layer *l) {
 // Multi-head latent attention (DeepSeek-V2, section 2.1) in absorbed form: the up-projection of keys is applied to
 // the query, the up-projection of values to the result, so that one row of latents serves all heads.
 
+// to = the rotary channels of from, rotated; steps between rows and between heads of both.
+static void mla_rotate(const Model *m, const Layer *l, real *to, int64_t to_row, int64_t to_head, const real *from, int64_t from_row, int64_t from_head, int64_t heads, real sign) {
+    #pragma omp parallel for schedule(static)
+    for (int64_t i = m->r0; i < m->r0 + m->nr; i++)
+        for (int64_t h = 0; h < heads; h++) memcpy(to + i * to_row + h * to_head, from + i * from_row + h * from_head, (size_t)m->c.rope * sizeof(real));
+    rotate(m, l, to, to_row, heads, to_head, INTERLEAVED, sign);
+}
+
 // Queries qrow and KV rows from the normed input xn.
 static void mla_forward(Model *m, Layer *l) {
     const Config *c = &m->c;
@@ -1838,17 +1861,8 @@ static void mla_forward(Model *m, Layer *l) {
     rmsnorm_forward(l->rows + r0 * l->R, l->R, l->rstd_kv + r0, kva, l->R, param(m, l->kv_a_norm), 0, n, c->kv_lora, 1e-6);
     for (int64_t h = 0; h < H; h++)
         matmul(l->qrow + (r0 * H + h) * l->Dk, H * l->Dk, q + h * hd, H * hd, 1, param(m, l->kv_b) + h * wide * c->kv_lora, c->kv_lora, 1, n, c->kv_lora, c->nope, 0);
-    #pragma omp parallel for schedule(static)
-    for (int64_t i = r0; i < r0 + n; i++) {
-        real *key = l->rows + i * l->R + c->kv_lora;
-        memcpy(key, l->kva + i * l->R + c->kv_lora, (size_t)c->rope * sizeof(real));
-        rope_apply(key, rope_row(m, l, i), c->rope / 2, INTERLEAVED, 1);
-        for (int64_t h = 0; h < H; h++) {
-            real *part = l->qrow + (i * H + h) * l->Dk + c->kv_lora;
-            memcpy(part, l->q + (i * H + h) * hd + c->nope, (size_t)c->rope * sizeof(real));
-            rope_apply(part, rope_row(m, l, i), c->rope / 2, INTERLEAVED, 1);
-        }
-    }
+    mla_rotate(m, l, l->rows + c->kv_lora, l->R, 0, l->kva + c->kv_lora, l->R, 0, 1, 1);
+    mla_rotate(m, l, l->qrow + c->kv_lora, H * l->Dk, l->Dk, l->q + c->nope, H * hd, hd, H, 1);
 }
 
 // y = values of all heads through o_proj, from the summed latents oc.
@@ -1884,17 +1898,8 @@ static void mla_backward(Model *m, Layer *l) {
         matmul(m->d_q + h * hd, H * hd, dq, H * l->Dk, 1, param(m, l->kv_b) + w, 1, c->kv_lora, N, c->nope, c->kv_lora, 0);
         matmul(grad(m, l->kv_b) + w, c->kv_lora, l->q + h * hd, 1, H * hd, dq, H * l->Dk, 1, c->nope, c->kv_lora, N, 1);
     }
-    #pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < N; i++) {
-        for (int64_t h = 0; h < H; h++) {
-            real *part = m->d_q + (i * H + h) * hd + c->nope;
-            memcpy(part, m->d_qrow + (i * H + h) * l->Dk + c->kv_lora, (size_t)c->rope * sizeof(real));
-            rope_apply(part, rope_row(m, l, i), c->rope / 2, INTERLEAVED, -1);
-        }
-        real *key = m->d_kva + i * l->R + c->kv_lora;
-        memcpy(key, m->d_rows + i * l->R + c->kv_lora, (size_t)c->rope * sizeof(real));
-        rope_apply(key, rope_row(m, l, i), c->rope / 2, INTERLEAVED, -1);
-    }
+    mla_rotate(m, l, m->d_q + c->nope, H * hd, hd, m->d_qrow + c->kv_lora, H * l->Dk, l->Dk, H, -1);
+    mla_rotate(m, l, m->d_kva + c->kv_lora, l->R, 0, m->d_rows + c->kv_lora, l->R, 0, 1, -1);
     linear_backward(m->d_qr, 0, grad(m, l->q_b), m->d_q, l->qr, param(m, l->q_b), N, c->q_lora, H * hd);
     rmsnorm_backward(m->d_qr, c->q_lora, 0, grad(m, l->q_a_norm), m->d_qr, c->q_lora, l->rstd_q, l->qa, c->q_lora, param(m, l->q_a_norm), 0, N, c->q_lora);
     linear_backward(m->dxn, 0, grad(m, l->q_a), m->d_qr, l->xn, param(m, l->q_a), N, c->C, c->q_lora);
@@ -1902,10 +1907,16 @@ static void mla_backward(Model *m, Layer *l) {
     linear_backward(m->dxn, 1, grad(m, l->kv_a), m->d_kva, l->xn, param(m, l->kv_a), N, c->C, l->R);
 }
 
+// The published scales HI^-0.5 and DI^-0.5 go into the head weights: x *= both, over the rows being computed.
+static void scale_index_weights(const Model *m, real *x) {
+    real scale = (real)pow((double)(m->c.HI * m->c.DI), -0.5);
+    for (int64_t i = m->r0 * m->c.HI; i < (m->r0 + m->nr) * m->c.HI; i++) x[i] *= scale;
+}
+
 static int index_layout(const Config *c) { return !strcmp(c->model_type, "glm_moe_dsa") ? INTERLEAVED : HALF_SPLIT; }
 
 // Index queries, keys and head weights of a D layer. Queries come from the query latent, keys and weights from the
-// normed input; RoPE on the first rope channels. The published scales HI^-0.5 and DI^-0.5 go into the weights.
+// normed input; RoPE on the first rope channels.
 static void mla_index_forward(Model *m, Layer *l) {
     const Config *c = &m->c;
     int64_t n = m->nr, r0 = m->r0, HI = c->HI, DI = c->DI;
@@ -1914,15 +1925,9 @@ static void mla_index_forward(Model *m, Layer *l) {
     linear_forward(l->ika + r0 * DI, xn, param(m, l->ik), n, c->C, DI);
     layernorm_forward(l->k_index + r0 * DI, l->mean_k + r0, l->rstd_k + r0, l->ika + r0 * DI, param(m, l->ik_norm), param(m, l->ik_bias), n, DI, 1e-6);
     linear_forward(l->w_index + r0 * HI, xn, param(m, l->iw), n, c->C, HI);
-    real scale = (real)pow((double)(HI * DI), -0.5);
-    #pragma omp parallel for schedule(static)
-    for (int64_t i = r0; i < r0 + n; i++) {
-        rope_apply(l->k_index + i * DI, rope_row(m, l, i), c->rope / 2, index_layout(c), 1);
-        for (int64_t h = 0; h < HI; h++) {
-            rope_apply(l->q_index + (i * HI + h) * DI, rope_row(m, l, i), c->rope / 2, index_layout(c), 1);
-            l->w_index[i * HI + h] *= scale;
-        }
-    }
+    scale_index_weights(m, l->w_index);
+    rotate(m, l, l->k_index, DI, 1, 0, index_layout(c), 1);
+    rotate(m, l, l->q_index, HI * DI, HI, DI, index_layout(c), 1);
 }
 
 // Gradients of the indexer's parameters from d_qi, d_ki, d_wi. The inputs are detached: nothing flows on to xn or the
@@ -1930,15 +1935,9 @@ static void mla_index_forward(Model *m, Layer *l) {
 static void mla_index_backward(Model *m, Layer *l) {
     const Config *c = &m->c;
     int64_t N = m->N, HI = c->HI, DI = c->DI;
-    real scale = (real)pow((double)(HI * DI), -0.5);
-    #pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < N; i++) {
-        rope_apply(m->d_ki + i * DI, rope_row(m, l, i), c->rope / 2, index_layout(c), -1);
-        for (int64_t h = 0; h < HI; h++) {
-            rope_apply(m->d_qi + (i * HI + h) * DI, rope_row(m, l, i), c->rope / 2, index_layout(c), -1);
-            m->d_wi[i * HI + h] *= scale;
-        }
-    }
+    scale_index_weights(m, m->d_wi);
+    rotate(m, l, m->d_ki, DI, 1, 0, index_layout(c), -1);
+    rotate(m, l, m->d_qi, HI * DI, HI, DI, index_layout(c), -1);
     linear_backward(NULL, 0, grad(m, l->iq), m->d_qi, l->qr, param(m, l->iq), N, c->q_lora, HI * DI);
     layernorm_backward(m->d_ki2, grad(m, l->ik_norm), grad(m, l->ik_bias), m->d_ki, l->mean_k, l->rstd_k, l->ika, param(m, l->ik_norm), N, DI);
     linear_backward(NULL, 0, grad(m, l->ik), m->d_ki2, l->xn, param(m, l->ik), N, c->C, DI);
@@ -2075,8 +2074,8 @@ static void v4_forward(Model *m, Layer *l) {
         real *row = l->rows + (i / m->T * l->n_rows + i % m->T) * D;
         l->rstd_kv[i] = rmsnorm_row(row, l->kva + i * D, param(m, l->kv_a_norm), 0, D, c->rms_eps);
         rope_apply(row + D - c->rope, rope_row(m, l, i), c->rope / 2, INTERLEAVED, 1);
-        for (int64_t h = 0; h < H; h++) rope_apply(l->qrow + (i * H + h + 1) * D - c->rope, rope_row(m, l, i), c->rope / 2, INTERLEAVED, 1);
     }
+    rotate(m, l, l->qrow + D - c->rope, H * D, H, D, INTERLEAVED, 1);
     if (l->letter == 'W') return;
     compress_project(m, l, l->comp, l->comp_kv, l->comp_gate, l->comp_bias, D);
     compress_forward(m, l, l->comp, D, l->ent, l->rstd_e, l->comp_norm, l->rows, l->n_rows, m->T);
@@ -2088,9 +2087,7 @@ static void v4_output_forward(Model *m, Layer *l) {
     const Config *c = &m->c;
     int64_t n = m->nr, r0 = m->r0, H = c->H, D = c->head_dim, wide = l->n_att / c->o_groups, mid = c->o_groups * c->o_lora;
     memcpy(l->att + r0 * H * D, l->oc + r0 * H * D, (size_t)(n * H * D) * sizeof(real));
-    #pragma omp parallel for schedule(static)
-    for (int64_t i = r0; i < r0 + n; i++)
-        for (int64_t h = 0; h < H; h++) rope_apply(l->att + (i * H + h + 1) * D - c->rope, rope_row(m, l, i), c->rope / 2, INTERLEAVED, -1);
+    rotate(m, l, l->att + D - c->rope, H * D, H, D, INTERLEAVED, -1);
     for (int64_t g = 0; g < c->o_groups; g++)
         matmul(l->oa + r0 * mid + g * c->o_lora, mid, l->att + r0 * H * D + g * wide, H * D, 1, param(m, l->o_a) + g * c->o_lora * wide, 1, wide, n, c->o_lora, wide, 0);
     linear_forward(m->y + r0 * c->C, l->oa + r0 * mid, param(m, l->o), n, mid, c->C);
@@ -2105,9 +2102,7 @@ static void v4_output_backward(Model *m, Layer *l, const real *dy) {
         matmul(m->d_oc + g * wide, H * D, m->d_oa + g * c->o_lora, mid, 1, param(m, l->o_a) + w, wide, 1, N, wide, c->o_lora, 0);
         matmul(grad(m, l->o_a) + w, wide, m->d_oa + g * c->o_lora, 1, mid, l->att + g * wide, H * D, 1, c->o_lora, wide, N, 1);
     }
-    #pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < N; i++)
-        for (int64_t h = 0; h < H; h++) rope_apply(m->d_oc + (i * H + h + 1) * D - c->rope, rope_row(m, l, i), c->rope / 2, INTERLEAVED, 1);
+    rotate(m, l, m->d_oc + D - c->rope, H * D, H, D, INTERLEAVED, 1);
 }
 
 // The gradients of a compressor's projections; dxn receives its share unless NULL (the indexer's inputs are detached).
@@ -2124,10 +2119,9 @@ static void v4_backward(Model *m, Layer *l) {
     for (int64_t h = 0; h < H; h++)
         for (int64_t i = 0; i < N; i++) grad(m, l->sinks)[h] += m->d_sink[i * H + h];
     #pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < N; i++) {
+    for (int64_t i = 0; i < N; i++)
         rope_apply(m->d_rows + (i / m->T * l->n_rows + i % m->T + 1) * D - c->rope, rope_row(m, l, i), c->rope / 2, INTERLEAVED, -1);
-        for (int64_t h = 0; h < H; h++) rope_apply(m->d_qrow + (i * H + h + 1) * D - c->rope, rope_row(m, l, i), c->rope / 2, INTERLEAVED, -1);
-    }
+    rotate(m, l, m->d_qrow + D - c->rope, H * D, H, D, INTERLEAVED, -1);
     rmsnorm_backward(m->d_q, D, 0, NULL, m->d_qrow, D, l->rstd_h, l->q, D, NULL, 0, N * H, D);
     linear_backward(m->d_qr, 0, grad(m, l->q_b), m->d_q, l->qr, param(m, l->q_b), N, c->q_lora, H * D);
     rmsnorm_backward(m->d_qr, c->q_lora, 0, grad(m, l->q_a_norm), m->d_qr, c->q_lora, l->rstd_q, l->qa, c->q_lora, param(m, l->q_a_norm), 0, N, c->q_lora);
@@ -2145,16 +2139,10 @@ static void v4_backward(Model *m, Layer *l) {
 static void v4_index_forward(Model *m, Layer *l) {
     const Config *c = &m->c;
     int64_t n = m->nr, r0 = m->r0, HI = c->HI, DI = c->DI;
-    real scale = (real)pow((double)(HI * DI), -0.5);
     linear_forward(l->q_index + r0 * HI * DI, l->qr + r0 * c->q_lora, param(m, l->iq), n, c->q_lora, HI * DI);
     linear_forward(l->w_index + r0 * HI, l->xn + r0 * c->C, param(m, l->iw), n, c->C, HI);
-    #pragma omp parallel for schedule(static)
-    for (int64_t i = r0; i < r0 + n; i++) {
-        for (int64_t h = 0; h < HI; h++) {
-            rope_apply(l->q_index + (i * HI + h + 1) * DI - c->rope, rope_row(m, l, i), c->rope / 2, INTERLEAVED, 1);
-            l->w_index[i * HI + h] *= scale;
-        }
-    }
+    scale_index_weights(m, l->w_index);
+    rotate(m, l, l->q_index + DI - c->rope, HI * DI, HI, DI, INTERLEAVED, 1);
     compress_project(m, l, l->icomp, l->ik, l->icomp_gate, l->icomp_bias, DI);
     compress_forward(m, l, l->icomp, DI, l->ika, l->rstd_k, l->ik_norm, l->k_index, l->n_cand, 0);
 }
@@ -2162,14 +2150,8 @@ static void v4_index_forward(Model *m, Layer *l) {
 static void v4_index_backward(Model *m, Layer *l) {
     const Config *c = &m->c;
     int64_t N = m->N, HI = c->HI, DI = c->DI;
-    real scale = (real)pow((double)(HI * DI), -0.5);
-    #pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < N; i++) {
-        for (int64_t h = 0; h < HI; h++) {
-            rope_apply(m->d_qi + (i * HI + h + 1) * DI - c->rope, rope_row(m, l, i), c->rope / 2, INTERLEAVED, -1);
-            m->d_wi[i * HI + h] *= scale;
-        }
-    }
+    scale_index_weights(m, m->d_wi);
+    rotate(m, l, m->d_qi + DI - c->rope, HI * DI, HI, DI, INTERLEAVED, -1);
     linear_backward(NULL, 0, grad(m, l->iq), m->d_qi, l->qr, param(m, l->iq), N, c->q_lora, HI * DI);
     linear_backward(NULL, 0, grad(m, l->iw), m->d_wi, l->xn, param(m, l->iw), N, c->C, HI);
     compress_backward(m, l, l->icomp, DI, l->ika, l->rstd_k, l->ik_norm, l->icomp_bias, m->d_ki, l->n_cand, 0, m->d_ki2, m->d_comp);
@@ -2187,15 +2169,10 @@ static void qsa_forward(Model *m, Layer *l) {
     rmsnorm_forward(l->qrow + r0 * H * D, D, l->rstd_h + r0 * H, l->q + r0 * l->n_q, 2 * D, param(m, l->q_norm), 1, n * H, D, c->rms_eps);
     matmul(l->kva + r0 * l->R, l->R, xn, c->C, 1, param(m, l->k_proj), 1, c->C, n, G * D, c->C, 0);
     matmul(l->rows + r0 * l->R + l->v_off, l->R, xn, c->C, 1, param(m, l->v_proj), 1, c->C, n, G * D, c->C, 0);
-    #pragma omp parallel for schedule(static)
-    for (int64_t i = r0; i < r0 + n; i++) {
-        for (int64_t g = 0; g < G; g++) {
-            real *key = l->rows + i * l->R + g * D;
-            l->rstd_kv[i * G + g] = rmsnorm_row(key, l->kva + i * l->R + g * D, param(m, l->k_norm), 1, D, c->rms_eps);
-            rope_apply(key, rope_row(m, l, i), c->rope / 2, HALF_SPLIT, 1);
-        }
-        for (int64_t h = 0; h < H; h++) rope_apply(l->qrow + (i * H + h) * D, rope_row(m, l, i), c->rope / 2, HALF_SPLIT, 1);
-    }
+    for (int64_t g = 0; g < G; g++)
+        rmsnorm_forward(l->rows + r0 * l->R + g * D, l->R, l->rstd_kv + g * m->N + r0, l->kva + r0 * l->R + g * D, l->R, param(m, l->k_norm), 1, n, D, c->rms_eps);
+    rotate(m, l, l->rows, l->R, G, D, HALF_SPLIT, 1);
+    rotate(m, l, l->qrow, H * D, H, D, HALF_SPLIT, 1);
 }
 
 // y = o_proj(oc * sigmoid(gate))
@@ -2226,22 +2203,15 @@ static void qsa_output_backward(Model *m, Layer *l, const real *dy) {
 static void qsa_backward(Model *m, Layer *l) {
     const Config *c = &m->c;
     int64_t N = m->N, H = c->H, D = c->head_dim, G = l->G;
-    #pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < N; i++) {
-        for (int64_t g = 0; g < G; g++) rope_apply(m->d_rows + i * l->R + g * D, rope_row(m, l, i), c->rope / 2, HALF_SPLIT, -1);
-        for (int64_t h = 0; h < H; h++) rope_apply(m->d_qrow + (i * H + h) * D, rope_row(m, l, i), c->rope / 2, HALF_SPLIT, -1);
-    }
+    rotate(m, l, m->d_rows, l->R, G, D, HALF_SPLIT, -1);
+    rotate(m, l, m->d_qrow, H * D, H, D, HALF_SPLIT, -1);
     rmsnorm_backward(m->d_q, 2 * D, 0, grad(m, l->q_norm), m->d_qrow, D, l->rstd_h, l->q, 2 * D, param(m, l->q_norm), 1, N * H, D);
     linear_backward(m->dxn, 0, grad(m, l->q_proj), m->d_q, l->xn, param(m, l->q_proj), N, c->C, l->n_q);
-    for (int64_t i = 0; i < N; i++) // by group, since keys and values share a row; d_kva takes both
-        memcpy(m->d_kva + i * l->R + l->v_off, m->d_rows + i * l->R + l->v_off, (size_t)(G * D) * sizeof(real));
-    for (int64_t g = 0; g < G; g++) {
-        for (int64_t i = 0; i < N; i++) m->d_sink[i] = l->rstd_kv[i * G + g]; // this group's column
-        rmsnorm_backward(m->d_kva + g * D, l->R, 0, grad(m, l->k_norm), m->d_rows + g * D, l->R, m->d_sink, l->kva + g * D, l->R, param(m, l->k_norm), 1, N, D);
-    }
+    for (int64_t g = 0; g < G; g++) // in place: the values' half of a row keeps its gradients
+        rmsnorm_backward(m->d_rows + g * D, l->R, 0, grad(m, l->k_norm), m->d_rows + g * D, l->R, l->rstd_kv + g * N, l->kva + g * D, l->R, param(m, l->k_norm), 1, N, D);
     for (int half = 0; half < 2; half++) {
         int w = half ? l->v_proj : l->k_proj;
-        real *dy = m->d_kva + half * l->v_off;
+        real *dy = m->d_rows + half * l->v_off;
         matmul(m->dxn, c->C, dy, l->R, 1, param(m, w), c->C, 1, N, c->C, G * D, 1);
         matmul(grad(m, w), c->C, dy, 1, l->R, l->xn, c->C, 1, G * D, c->C, N, 1);
     }
@@ -2252,6 +2222,7 @@ static void qsa_backward(Model *m, Layer *l) {
 static void qsa_index_forward(Model *m, Layer *l) {
     const Config *c = &m->c;
     int64_t n = m->nr, r0 = m->r0, HI = c->HI, DI = c->DI, width = (HI + 1) * DI;
+    real scale = (real)pow((double)DI, -0.5);
     linear_forward(l->icomp + r0 * width, l->xn + r0 * c->C, param(m, l->iq), n, c->C, width);
     if (r0 == 0) { // blocks that no document fills must be finite in backward
         memset(l->ika, 0, (size_t)(m->B * l->n_cand * DI) * sizeof(real));
@@ -2264,7 +2235,7 @@ static void qsa_index_forward(Model *m, Layer *l) {
             real *q = l->q_index + (i * HI + h) * DI;
             l->rstd_iq[h * m->N + i] = rmsnorm_row(q, l->icomp + i * width + h * DI, param(m, l->ik_bias), 1, DI, c->rms_eps);
             rope_apply(q, rope_row(m, l, i), c->rope / 2, HALF_SPLIT, 1);
-            l->w_index[i * HI + h] = (real)pow((double)DI, -0.5);
+            l->w_index[i * HI + h] = scale;
         }
         if (!completes_pool(m, l, i, &e, &at)) continue;
         real *mean = l->ika + e * DI, *key = l->k_index + e * DI;
@@ -2343,6 +2314,13 @@ static void attention_forward(Model *m, Layer *l) {
     (mla ? mla_output_forward : v4 ? v4_output_forward : qsa_output_forward)(m, l);
 }
 
+// Zero the accumulators of index gradients, of n_cand keys a sequence.
+static void clear_index_grads(Model *m, int64_t n_cand) {
+    memset(m->d_qi, 0, (size_t)(m->N * m->c.HI * m->c.DI) * sizeof(real));
+    memset(m->d_wi, 0, (size_t)(m->N * m->c.HI) * sizeof(real));
+    memset(m->d_ki, 0, (size_t)(m->B * n_cand * m->c.DI) * sizeof(real));
+}
+
 // dxn and the gradients of all parameters of the layer from dy. The indexer's accumulators are cleared for the next one.
 static void attention_backward(Model *m, Layer *l, const real *dy) {
     int mla = is_mla(l->letter), v4 = is_v4(l->letter);
@@ -2351,9 +2329,7 @@ static void attention_backward(Model *m, Layer *l, const real *dy) {
     (mla ? mla_backward : v4 ? v4_backward : qsa_backward)(m, l);
     if (!is_sparse(l->letter)) return;
     (mla ? mla_index_backward : v4 ? v4_index_backward : qsa_index_backward)(m, l);
-    memset(m->d_qi, 0, (size_t)(m->N * m->c.HI * m->c.DI) * sizeof(real));
-    memset(m->d_wi, 0, (size_t)(m->N * m->c.HI) * sizeof(real));
-    memset(m->d_ki, 0, (size_t)(m->B * l->n_cand * m->c.DI) * sizeof(real));
+    clear_index_grads(m, l->n_cand);
 }
 
 // ----------------------------------------------------------------------------
@@ -2457,9 +2433,7 @@ static void model_forward(Model *m) {
 static void model_backward(Model *m) {
     int64_t C = m->c.C, N = m->N;
     memset(m->row_kl, 0, (size_t)N * sizeof(float));
-    memset(m->d_qi, 0, (size_t)(N * m->c.HI * m->c.DI) * sizeof(real));
-    memset(m->d_wi, 0, (size_t)(N * m->c.HI) * sizeof(real));
-    for (int64_t l = 0; l < m->c.L; l++) memset(m->d_ki, 0, (size_t)(m->B * m->layers[l].n_cand * m->c.DI) * sizeof(real));
+    clear_index_grads(m, m->most_cand);
     rmsnorm_backward(m->dx, C, 0, grad(m, m->final_norm), m->dxn, C, m->rstd_f, m->last_x, C, param(m, m->final_norm), 0, N, C);
     for (int64_t l = m->c.L - 1; l >= 0; l--) {
         if (!strcmp(m->c.recompute, "block")) { // the selection is kept, not made again (unless --replay 0)

@@ -64,6 +64,7 @@ typedef struct {
     float *logits;               // (logit_rows, Vp)
 } Gpu;
 static Gpu G_;
+static Engine cpu_engine; // what the loop used before gpu_open()
 
 static cudaStream_t stream;
 
@@ -1189,7 +1190,7 @@ static void gpu_qsa_forward(Model *g, Layer *l) {
     gpu_rmsnorm_forward(plain_rows(l->qrow, D), l->rstd_h, plain_rows(l->q, 2 * D), param(g, l->q_norm), 1, n * H, D, c->rms_eps, T);
     gpu_matmul(l->kva, l->R, l->xn, c->C, 1, param(g, l->k_proj), 1, c->C, n, G * D, c->C, 0);
     gpu_matmul(l->rows + l->v_off, l->R, l->xn, c->C, 1, param(g, l->v_proj), 1, c->C, n, G * D, c->C, 0);
-    for (int64_t h = 0; h < G; h++) // rstd_kv is (G, N) here
+    for (int64_t h = 0; h < G; h++)
         gpu_rmsnorm_forward(plain_rows(l->rows + h * D, l->R), l->rstd_kv + h * n, plain_rows(l->kva + h * D, l->R), param(g, l->k_norm), 1, n, D, c->rms_eps, T);
     gpu_rotate(g, l, plain_rows(l->rows, l->R), D, G, HALF_SPLIT, 1);
     gpu_rotate(g, l, plain_rows(l->qrow, H * D), D, H, HALF_SPLIT, 1);
@@ -1413,7 +1414,7 @@ static void gpu_backward(Model *m) {
     Model *g = &G_.g;
     int64_t C = g->c.C, N = g->N;
     CUDA_CHECK(cudaMemsetAsync(g->row_kl, 0, (size_t)N * sizeof(float), stream));
-    for (int64_t l = 0; l < g->c.L; l++) gpu_clear_index_grads(g, g->layers[l].n_cand);
+    gpu_clear_index_grads(g, g->most_cand);
     gpu_rmsnorm_backward(plain_rows(g->dx, C), 0, grad(g, g->final_norm), plain_rows(g->dxn, C), g->rstd_f, plain_rows(g->last_x, C), param(g, g->final_norm), 0, N, C, g->T);
     for (int64_t l = g->c.L - 1; l >= 0; l--) {
         if (!strcmp(g->c.recompute, "block")) { // the selection is kept, not made again (unless --replay 0)
@@ -1587,13 +1588,9 @@ static void gpu_open(Model *m, int64_t B, int64_t T) {
     gpu_copy(g->cos_sin, tables, ROPE_KINDS * T * m->c.rope, cudaMemcpyHostToDevice);
     free(tables);
     gpu_from_host(m);
-    engine.forward = gpu_forward;
-    engine.backward = gpu_backward;
-    engine.zero_grads = gpu_zero_grads;
-    engine.grad_norm = gpu_grad_norm;
-    engine.update = gpu_update;
-    engine.to_host = gpu_to_host;
-    engine.from_host = gpu_from_host;
+    Engine device = {gpu_forward, gpu_backward, gpu_zero_grads, gpu_grad_norm, gpu_update, gpu_to_host, gpu_from_host};
+    cpu_engine = engine;
+    engine = device;
 }
 
 static void gpu_close(void) {
@@ -1615,6 +1612,7 @@ static void gpu_close(void) {
     free(g->layers);
     CUDA_CHECK(cudaStreamDestroy(stream));
     memset(&G_, 0, sizeof G_);
+    engine = cpu_engine;
 }
 
 // Norm-wise relative difference of n floats on the device from a host array. floor is added to the norm: a gradient that

@@ -4,44 +4,17 @@
 // The losses are computed here, in double, from logits, queries, rows and selections: the model keeps them in float.
 #define NO_MAIN
 #include "../../train_cpu.c"
-#include "check.h"
+#include "model.h"
 
 enum { EOT = 3, MAX_LAYERS = 8 };
 static const double TOLERANCE = 1e-6; // relative to the largest gradient of the tensor
 
 static Model m;
 static int probes = 3; // random elements of each tensor, besides the one of largest gradient
-static uint64_t seed, drawn;
 static int32_t *tokens, *targets;      // the rows: poisoning wipes the model's copy
 static int32_t *chosen[MAX_LAYERS];    // the selection to hold on to
 static char *positive;                 // which index dot products are positive at the point of the gradient
 static int64_t reselected, moved;      // probes with the selection made anew; of these where it became another
-
-// The matrix product keeps a buffer in every thread; libgomp ends threads when fewer are asked for.
-const char *__lsan_default_suppressions(void) { return "leak:pack_buffer\n"; }
-
-static double uniform(void) { return rng_uniform(seed, 1, drawn++); }
-static double normal(void) { return rng_normal(seed, 2, drawn++); }
-static int64_t below(int64_t n) { return (int64_t)(uniform() * (double)n); }
-
-static void threads(int n) {
-#ifdef _OPENMP
-    omp_set_num_threads(n);
-#else
-    (void)n;
-#endif
-}
-
-// Set options from "name=value name=value".
-static void options(Config *c, const char *text) {
-    char buf[1024], *save = NULL;
-    snprintf(buf, sizeof buf, "%s", text);
-    for (char *p = strtok_r(buf, " ", &save); p; p = strtok_r(NULL, " ", &save)) {
-        char *eq = strchr(p, '=');
-        *eq = 0;
-        config_set(c, p, eq + 1, "test");
-    }
-}
 
 // Fill all buffers with NaN (integers: -1), as if a stranger had used the memory, and put the rows and constants back.
 static void poison(void) {
@@ -78,9 +51,9 @@ static void plan(int64_t B, int64_t T) {
 static void setup(const char *type, const char *layers, int L, int64_t B, int64_t T, const char *more) {
     Config c;
     config_defaults(&c);
-    options(&c, "hidden-size=20 num-attention-heads=3 q-lora-rank=14 kv-lora-rank=12 qk-nope-head-dim=6 qk-rope-head-dim=4 v-head-dim=5 "
-                "intermediate-size=18 index-n-heads=3 index-head-dim=8 index-topk=5 vocab-size=37 doc-mask=1");
-    options(&c, more);
+    config_set_all(&c, "hidden-size=20 num-attention-heads=3 q-lora-rank=14 kv-lora-rank=12 qk-nope-head-dim=6 qk-rope-head-dim=4 v-head-dim=5 "
+                "intermediate-size=18 index-n-heads=3 index-head-dim=8 index-topk=5 vocab-size=37 doc-mask=1", "test");
+    config_set_all(&c, more, "test");
     strcpy(c.model_type, type);
     strcpy(c.layers, layers);
     c.L = L;

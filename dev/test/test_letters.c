@@ -4,44 +4,17 @@
 // The reference treats each document as a sequence of its own, so it knows neither batch rows nor pool numbers.
 #define NO_MAIN
 #include "../../train_cpu.c"
-#include "check.h"
+#include "model.h"
 
 typedef char build_with_REAL_double[sizeof(real) == 8 ? 1 : -1];
 enum { EOT = 3, MAX_LAYERS = 8, MAX_T = 1024 };
 static const double TOLERANCE = 1e-6; // finite differences, relative to the largest gradient of the tensor
 
 static Model m;
-static uint64_t seed, drawn;
 static int probes;                     // random elements of each tensor, besides the one of largest gradient
 static int32_t *tokens, *targets;      // the rows: poisoning wipes the model's copy
 static int32_t *chosen[MAX_LAYERS];    // the selection to hold on to
 static char *positive;                 // which index dot products are positive at the point of the gradient
-
-// The matrix product keeps a buffer in every thread; libgomp ends threads when fewer are asked for.
-const char *__lsan_default_suppressions(void) { return "leak:pack_buffer\n"; }
-
-static double uniform(void) { return rng_uniform(seed, 1, drawn++); }
-static double normal(void) { return rng_normal(seed, 2, drawn++); }
-static int64_t below(int64_t n) { return (int64_t)(uniform() * (double)n); }
-
-static void threads(int n) {
-#ifdef _OPENMP
-    omp_set_num_threads(n);
-#else
-    (void)n;
-#endif
-}
-
-// Set options from "name=value name=value".
-static void options(Config *c, const char *text) {
-    char buf[1024], *save = NULL;
-    snprintf(buf, sizeof buf, "%s", text);
-    for (char *p = strtok_r(buf, " ", &save); p; p = strtok_r(NULL, " ", &save)) {
-        char *eq = strchr(p, '=');
-        *eq = 0;
-        config_set(c, p, eq + 1, "test");
-    }
-}
 
 static void *copy_of(const void *p, size_t bytes) { return memcpy(xalloc(bytes), p, bytes); }
 
@@ -79,10 +52,10 @@ static void draw_rows(int64_t B, int64_t T, int style) {
 static void setup(const char *layers, int64_t B, int64_t T, int style, const char *more) {
     Config c;
     config_defaults(&c);
-    options(&c, "hidden-size=20 num-attention-heads=4 head-dim=8 qk-rope-head-dim=4 q-lora-rank=10 sliding-window=3 csa-ratio=3 hca-ratio=5 qsa-ratio=3 "
+    config_set_all(&c, "hidden-size=20 num-attention-heads=4 head-dim=8 qk-rope-head-dim=4 q-lora-rank=10 sliding-window=3 csa-ratio=3 hca-ratio=5 qsa-ratio=3 "
                 "o-groups=2 o-lora-rank=6 num-key-value-heads=2 index-n-heads=2 index-head-dim=6 index-topk=2 kv-lora-rank=12 qk-nope-head-dim=6 "
-                "v-head-dim=5 intermediate-size=18 vocab-size=37 rms-norm-eps=1e-3 rope-theta=50 compress-rope-theta=8");
-    options(&c, more);
+                "v-head-dim=5 intermediate-size=18 vocab-size=37 rms-norm-eps=1e-3 rope-theta=50 compress-rope-theta=8", "test");
+    config_set_all(&c, more, "test");
     strcpy(c.layers, layers);
     c.L = (int64_t)strlen(layers);
     config_check(&c);

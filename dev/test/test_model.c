@@ -4,29 +4,16 @@
 // Usage, from the repository root: test_model [SEED]
 #define NO_MAIN
 #include "../../train_cpu.c"
-#include "check.h"
-
-// Threads that OpenMP retires when the count changes take their packing buffers with them: not a leak of the trainer,
-// which keeps one count.
-const char *__lsan_default_suppressions(void);
-const char *__lsan_default_suppressions(void) { return "leak:pack_buffer\n"; }
+#include "model.h"
 
 // ---- inputs and comparisons
 
-static uint64_t seed, draws;
 static char folder[256]; // temporary, removed at the end
 
-static double rnd(void) { return 2 * rng_uniform(seed, 98, draws++) - 1; } // in (-1, 1)
-static int64_t ri(int64_t lo, int64_t hi) { return lo + (int64_t)(rng_u64(seed, 99, draws++) % (uint64_t)(hi - lo + 1)); }
+static double rnd(void) { return 2 * rng_uniform(seed, 98, drawn++) - 1; } // in (-1, 1)
+static int64_t ri(int64_t lo, int64_t hi) { return lo + (int64_t)(rng_u64(seed, 99, drawn++) % (uint64_t)(hi - lo + 1)); }
 static void fill(real *p, int64_t n, double scale) { for (int64_t i = 0; i < n; i++) p[i] = (real)(scale * rnd()); }
 static int same(const void *a, const void *b, int64_t n, size_t size) { return !memcmp(a, b, (size_t)n * size); }
-static void threads(int n) {
-#ifdef _OPENMP
-    omp_set_num_threads(n);
-#else
-    (void)n;
-#endif
-}
 static void *copy_of(const void *p, int64_t n, size_t size) { return memcpy(xalloc((size_t)n * size), p, (size_t)n * size); }
 
 // Norm-wise relative difference; infinite where one is not finite, so that every "< tolerance" fails.

@@ -4,43 +4,23 @@
 // Expected lists come from sorting float64 scores that are computed here from the definition.
 #define NO_MAIN
 #include "../../train_cpu.c"
-#include "check.h"
+#include "model.h"
 
 enum { MAX_THREADS = 3 };
-static uint64_t seed, drawn;
 static int64_t scratch_overruns; // bytes written behind the first thread's scratch while only that thread ran
-
-// The matrix product keeps a buffer in every thread; libgomp ends threads when fewer are asked for.
-const char *__lsan_default_suppressions(void) { return "leak:pack_buffer\n"; }
-
-static double uniform(void) { return rng_uniform(seed, 1, drawn++); }
-static double normal(void) { return rng_normal(seed, 2, drawn++); }
-static int64_t below(int64_t n) { return (int64_t)(uniform() * (double)n); }
-
-static void threads(int n) {
-#ifdef _OPENMP
-    omp_set_num_threads(n);
-#else
-    (void)n;
-#endif
-}
 
 // ----------------------------------------------------------------------------
 // A model of one D layer whose index queries, keys and weights are set by hand
 
 // Scratch is planned for the method that needs more; run() gives each method exactly what it asks for.
 static void make_model(Model *m, const char *more, int64_t B, int64_t T) {
-    char buf[1024], *save = NULL;
+    char text[1024];
     size_t need[2];
     Config c;
     config_defaults(&c);
-    snprintf(buf, sizeof buf, "layers=D num-hidden-layers=1 hidden-size=2 num-attention-heads=1 q-lora-rank=1 kv-lora-rank=2 qk-nope-head-dim=1 "
+    snprintf(text, sizeof text, "layers=D num-hidden-layers=1 hidden-size=2 num-attention-heads=1 q-lora-rank=1 kv-lora-rank=2 qk-nope-head-dim=1 "
              "qk-rope-head-dim=2 v-head-dim=1 intermediate-size=1 vocab-size=2 %s", more);
-    for (char *p = strtok_r(buf, " ", &save); p; p = strtok_r(NULL, " ", &save)) {
-        char *eq = strchr(p, '=');
-        *eq = 0;
-        config_set(&c, p, eq + 1, "test");
-    }
+    config_set_all(&c, text, "test");
     config_check(&c);
     model_build(m, &c);
     threads(MAX_THREADS); // scratch for as many
