@@ -5,7 +5,7 @@
 #   make test       build and run all tests this machine can run (a few minutes)
 #   make cuda-all   compile the CUDA trainer for every architecture it claims (sm_80, sm_90a, sm_100)
 #   make test-gpu   the CUDA trainer against the reference (needs a GPU)
-#   make test-long  the trainings that prove it learns (about half an hour on two cores)
+#   make test-long  the trainings that prove it learns (a quarter of an hour on two cores)
 #   make bench      the measured tables of dev/bench
 #   make clean
 #

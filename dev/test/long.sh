@@ -1,5 +1,5 @@
 #!/bin/sh
-# The trainings that prove it learns (make test-long; about 20 minutes on two cores). Called with TRAINER and BUILD set.
+# The trainings that prove it learns (make test-long; a quarter of an hour on two cores). Called with TRAINER and BUILD set.
 #  - the copy task: a second half that repeats the first can only be predicted by looking T/2 tokens back. The learned
 #    selection must reach 99 % accuracy; a window of the same k stays at ln 64 = 4.159; a random one stays far away.
 #  - the presets in the published proportions on Austen, a few hundred steps each: below the order-2 rung.
