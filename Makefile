@@ -10,7 +10,7 @@
 #   make clean
 #
 # Variables: CC=clang  SANITIZE=1 (address and undefined-behaviour checks)  BLAS=1 (matrix products by cblas)
-#            OMP=0 (no threads)  REAL=double  ARGS="--steps 2000" (for make run)
+#            OMP=0 (no threads)  REAL=double  PRECISION=fp32 (CUDA trainer)  ARGS="--steps 2000" (for make run)
 
 CC ?= cc
 BUILD ?= build
@@ -59,7 +59,9 @@ TRAINER = $(if $(filter 1,$(SANITIZE)),$(BUILD)/train_cpu,train_cpu)
 CAPABILITY := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)
 SM := $(if $(CAPABILITY),$(if $(filter 90,$(CAPABILITY)),90a,$(CAPABILITY)),90a)
 CUDA_TRAINER := $(if $(NVCC),train_gpt_sparse)
-cuda_flags = -std=c++17 -O3 -lineinfo -gencode=arch=compute_$(1),code=sm_$(1) -diag-suppress=177 \
+# bf16 is the default; PRECISION=fp32 builds the program that agrees with the reference to rounding.
+PRECISION ?= bf16
+cuda_flags = $(if $(filter fp32,$(2)),-DPRECISION_FP32) -std=c++17 -O3 -lineinfo -gencode=arch=compute_$(1),code=sm_$(1) -diag-suppress=177 \
 	-Xcompiler -O3,-fno-math-errno,-ffp-contract=fast$(if $(HAVE_NATIVE),$(comma)-march=native)$(if $(HAVE_OMP),$(comma)-fopenmp) -DGIT_HASH='"$(GIT_HASH)"'
 comma := ,
 CUDA_LIBS = -lcublasLt
@@ -80,17 +82,25 @@ $(TRAINER): $(SOURCES) Makefile
 	@mkdir -p $(BUILD)
 	$(CC) $(ALL_CFLAGS) -o $@ train_cpu.c $(LIBS)
 
-train_gpt_sparse: train_gpt_sparse.cu $(SOURCES) Makefile
-	$(NVCC) $(call cuda_flags,$(SM)) -o $@ $< $(CUDA_LIBS)
+train_gpt_sparse: train_gpt_sparse.cu $(SOURCES) Makefile $(BUILD)/precision_$(PRECISION)
+	$(NVCC) $(call cuda_flags,$(SM),$(PRECISION)) -o $@ $< $(CUDA_LIBS)
 
-$(BUILD)/test_gpt_sparse: test_gpt_sparse.cu train_gpt_sparse.cu $(SOURCES) Makefile
+# Changes when PRECISION does, so that the trainer is built again.
+$(BUILD)/precision_$(PRECISION):
 	@mkdir -p $(BUILD)
-	$(NVCC) $(call cuda_flags,$(SM)) -o $@ $< $(CUDA_LIBS)
+	@rm -f $(BUILD)/precision_*
+	@touch $@
+
+$(BUILD)/test_gpt_sparse_%: test_gpt_sparse.cu train_gpt_sparse.cu $(SOURCES) Makefile
+	@mkdir -p $(BUILD)
+	$(NVCC) $(call cuda_flags,$(SM),$*) -o $@ $< $(CUDA_LIBS)
 
 cuda-all:
 	@mkdir -p $(BUILD)
 	@for sm in 80 90a 100; do echo "compiling train_gpt_sparse.cu for sm_$$sm"; \
-	$(NVCC) $(call cuda_flags,$$sm) -o $(BUILD)/train_gpt_sparse_$$sm train_gpt_sparse.cu $(CUDA_LIBS) || exit 1; done
+	$(NVCC) $(call cuda_flags,$$sm,bf16) -o $(BUILD)/train_gpt_sparse_$$sm train_gpt_sparse.cu $(CUDA_LIBS) || exit 1; done
+	@echo "compiling train_gpt_sparse.cu for sm_90a, PRECISION=fp32"
+	@$(NVCC) $(call cuda_flags,90a,fp32) -o $(BUILD)/train_gpt_sparse_fp32 train_gpt_sparse.cu $(CUDA_LIBS)
 
 # With a GPU and nvcc the CUDA trainer on a 7M model, else the CPU trainer on a 1M model.
 run: all
@@ -101,8 +111,9 @@ else
 	./$(TRAINER) $(ARGS)
 endif
 
-test-gpu: $(BUILD)/test_gpt_sparse
-	$(BUILD)/test_gpt_sparse
+test-gpu: $(BUILD)/test_gpt_sparse_fp32 $(BUILD)/test_gpt_sparse_bf16
+	$(BUILD)/test_gpt_sparse_fp32
+	$(BUILD)/test_gpt_sparse_bf16
 
 # Tests include train_cpu.c and use a part of it each.
 $(BUILD)/%_double: dev/test/%.c $(SOURCES) Makefile

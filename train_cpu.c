@@ -607,10 +607,13 @@ typedef struct {
 
 // One line of the memory plan: all buffers of one name together.
 typedef struct { char name[64]; size_t bytes; } PlanItem;
-typedef struct { char *base; size_t used, peak; PlanItem items[96]; int n_items; } Arena;
+typedef struct { char *base; size_t used, peak, act_bytes; PlanItem items[96]; int n_items; } Arena; // act_bytes: of one activation; 0: sizeof(real)
 
 // What the KL cannot see: how much of dense attention the selection covers, on sampled queries (means over queries).
 typedef struct { int64_t queries; double mass, recall, window_mass, oracle_mass; int64_t n; } Probe;
+
+// Sums over the rows of one or more passes.
+typedef struct { double loss, kl, hits; int64_t targets, kl_rows; } Stats;
 
 typedef struct {
     Config c;
@@ -631,7 +634,8 @@ typedef struct {
     int32_t *doc;                 // (N) first position of the row's document
     real *cos_sin;                // (ROPE_KINDS, T, rope/2, 2), section 7
     real *xf, *rstd_f, *y;        // (N, C) final normed, (N), (N, C) branch output
-    real *logits, *all_logits;    // (chunk, Vp); (N, V) when a test asks for them, else NULL
+    int64_t logit_rows;           // rows of a chunk of logits
+    real *logits, *all_logits;    // (logit_rows, Vp); (N, V) when a test asks for them, else NULL
     float *row_loss, *row_kl;     // (N)
     int32_t *row_hit;             // (N) 1 where the likeliest token is the target
     real *last_x;                 // (N, C) output of the last block
@@ -646,6 +650,7 @@ typedef struct {
     int lanes;                    // accumulators of the backward pass (section 9); 0: the CUDA trainer has none
     int learning;                 // this forward pass will be followed by backward
     double loss_scale, kl_scale;  // 1 / targets of the whole step, kl_coef / queries of the whole step
+    Stats sums;                   // of the passes counted since the last look
     Probe probe;
     int64_t index_scans;          // layers whose index scores were scanned, since start
     int64_t nan_scores;           // selected candidates whose score is NaN: bad activations are seen, not hidden
@@ -825,25 +830,31 @@ static void model_free(Model *m) {
 // activations_plan() walks all buffers once to add up their sizes and once more to hand out the memory, so the
 // printed plan is the allocation. Layer buffers that can be recomputed share one place when they need not last.
 
-// Take bytes from the arena under a name. While measuring (no base yet) it returns NULL and notes the name.
+// Note bytes under a name, as a line of the plan.
+static void plan_note(Arena *a, const char *name, size_t bytes) {
+    int i = 0;
+    while (i < a->n_items && strcmp(a->items[i].name, name)) i++;
+    if (i == (int)(sizeof a->items / sizeof a->items[0])) die("the memory plan has more than %d lines", i);
+    if (i == a->n_items) {
+        a->n_items++;
+        a->items[i].bytes = 0;
+        snprintf(a->items[i].name, sizeof a->items[i].name, "%s", name);
+    }
+    a->items[i].bytes += bytes;
+}
+
+// Take bytes from the arena under a name. While measuring (no base yet) it returns NULL and notes what it adds to the peak.
 static void *plan_take(Arena *a, const char *name, size_t bytes) {
     char *p = a->base ? a->base + a->used : NULL;
     size_t padded = (bytes + 63) / 64 * 64;
-    if (!a->base) {
-        int i = 0;
-        while (i < a->n_items && strcmp(a->items[i].name, name)) i++;
-        if (i == a->n_items && i < (int)(sizeof a->items / sizeof a->items[0])) {
-            a->n_items++;
-            a->items[i].bytes = 0;
-            snprintf(a->items[i].name, sizeof a->items[i].name, "%s", name);
-        }
-        if (a->used + padded > a->peak) a->items[i].bytes += a->used + padded - a->peak; // what it adds to the peak
-    }
+    if (!a->base) plan_note(a, name, a->used + padded > a->peak ? a->used + padded - a->peak : 0);
     a->used += padded;
     if (a->used > a->peak) a->peak = a->used;
     return p;
 }
 static real *plan_real(Arena *a, const char *name, int64_t n) { return (real *)plan_take(a, name, (size_t)n * sizeof(real)); }
+// Activations, which the CUDA trainer may keep in fewer bytes; sums and statistics (plan_real) it does not.
+static real *plan_act(Arena *a, const char *name, int64_t n) { return (real *)plan_take(a, name, (size_t)n * (a->act_bytes ? a->act_bytes : sizeof(real))); }
 static int32_t *plan_int(Arena *a, const char *name, int64_t n) { return (int32_t *)plan_take(a, name, (size_t)n * sizeof(int32_t)); }
 
 enum { ROPE_MLA, ROPE_PLAIN, ROPE_COMPRESS, ROPE_KINDS }; // D S F; W Q; C H
@@ -858,16 +869,16 @@ static int64_t comp_width(const Layer *l, int64_t d) { return 2 * (l->letter == 
 // What a layer's keys are made of: recomputable in training, caches while generating.
 static void plan_layer_keys(Model *m, Layer *l, Arena *a, const char *name) {
     const Config *c = &m->c;
-    l->rows = plan_real(a, name, m->B * l->n_rows * l->R);
-    if (l->letter == 'C' || l->letter == 'H') l->comp = plan_real(a, name, m->N * comp_width(l, c->head_dim));
-    if (l->letter == 'C') l->icomp = plan_real(a, name, m->N * comp_width(l, c->DI));
-    if (l->letter == 'Q') l->icomp = plan_real(a, name, m->N * (c->HI + 1) * c->DI);
+    l->rows = plan_act(a, name, m->B * l->n_rows * l->R);
+    if (l->letter == 'C' || l->letter == 'H') l->comp = plan_act(a, name, m->N * comp_width(l, c->head_dim));
+    if (l->letter == 'C') l->icomp = plan_act(a, name, m->N * comp_width(l, c->DI));
+    if (l->letter == 'Q') l->icomp = plan_act(a, name, m->N * (c->HI + 1) * c->DI);
 }
 
 static void plan_layer_index(Model *m, Layer *l, Arena *a, const char *name) {
     const Config *c = &m->c;
-    l->k_index = plan_real(a, name, m->B * l->n_cand * c->DI);
-    l->q_index = plan_real(a, name, m->N * c->HI * c->DI);
+    l->k_index = plan_act(a, name, m->B * l->n_cand * c->DI);
+    l->q_index = plan_act(a, name, m->N * c->HI * c->DI);
     l->w_index = plan_real(a, name, m->N * c->HI);
 }
 
@@ -878,7 +889,7 @@ static void plan_layer_kept(Model *m, Layer *l, Arena *a) {
     l->n_cand = l->r ? m->T / l->r : 0;
     l->n_rows = m->T + (is_v4(l->letter) ? l->n_cand : 0);
     l->cos_sin = m->cos_sin + m->T * c->rope * (is_mla(l->letter) ? ROPE_MLA : l->letter == 'C' || l->letter == 'H' ? ROPE_COMPRESS : ROPE_PLAIN);
-    l->x = plan_real(a, "layer inputs", m->N * c->C);
+    l->x = plan_act(a, "layer inputs", m->N * c->C);
     if (is_sparse(l->letter)) l->sel = plan_int(a, "selections", m->N * c->topk);
     if (!m->training) plan_layer_keys(m, l, a, "KV rows (cache)");
     if (is_sparse(l->letter) && (!m->training || !strcmp(c->index_target, "served"))) plan_layer_index(m, l, a, "index queries and keys");
@@ -889,40 +900,40 @@ static void plan_layer_scratch(Model *m, Layer *l, Arena *a) {
     const Config *c = &m->c;
     int64_t N = m->N, H = c->H;
     const char *name = "layer activations";
-    l->xn = plan_real(a, name, N * c->C);
+    l->xn = plan_act(a, name, N * c->C);
     l->rstd = plan_real(a, name, N);
     if (l->letter != 'Q') {
-        l->qa = plan_real(a, name, N * c->q_lora);
-        l->qr = plan_real(a, name, N * c->q_lora);
+        l->qa = plan_act(a, name, N * c->q_lora);
+        l->qr = plan_act(a, name, N * c->q_lora);
         l->rstd_q = plan_real(a, name, N);
     }
-    l->q = plan_real(a, name, N * l->n_q);
+    l->q = plan_act(a, name, N * l->n_q);
     if (!is_mla(l->letter)) l->rstd_h = plan_real(a, name, N * H);
-    l->kva = plan_real(a, name, N * l->R);
+    l->kva = plan_act(a, name, N * l->R);
     l->rstd_kv = plan_real(a, name, N * l->G);
-    l->qrow = plan_real(a, name, N * H * l->Dk);
-    l->oc = plan_real(a, name, N * H * l->Dv);
-    l->att = plan_real(a, name, N * l->n_att);
+    l->qrow = plan_act(a, name, N * H * l->Dk);
+    l->oc = plan_act(a, name, N * H * l->Dv);
+    l->att = plan_act(a, name, N * l->n_att);
     l->lse = plan_real(a, name, N * H);
-    if (is_v4(l->letter)) l->oa = plan_real(a, name, N * c->o_groups * c->o_lora);
+    if (is_v4(l->letter)) l->oa = plan_act(a, name, N * c->o_groups * c->o_lora);
     if (l->letter == 'C' || l->letter == 'H') {
-        l->ent = plan_real(a, name, m->B * l->n_cand * l->R);
+        l->ent = plan_act(a, name, m->B * l->n_cand * l->R);
         l->rstd_e = plan_real(a, name, m->B * l->n_cand);
     }
     if (m->training) plan_layer_keys(m, l, a, name);
     if (is_sparse(l->letter)) {
-        l->ika = plan_real(a, name, m->B * l->n_cand * c->DI);
+        l->ika = plan_act(a, name, m->B * l->n_cand * c->DI);
         l->rstd_k = plan_real(a, name, m->B * l->n_cand);
         if (l->letter == 'D') l->mean_k = plan_real(a, name, m->B * l->n_cand);
         if (l->letter == 'Q') l->rstd_iq = plan_real(a, name, N * c->HI);
         if (m->training && strcmp(c->index_target, "served")) plan_layer_index(m, l, a, name);
     }
-    l->x2 = plan_real(a, name, N * c->C);
-    l->xn2 = plan_real(a, name, N * c->C);
+    l->x2 = plan_act(a, name, N * c->C);
+    l->xn2 = plan_act(a, name, N * c->C);
     l->rstd2 = plan_real(a, name, N);
-    l->g = plan_real(a, name, N * c->F);
-    l->u = plan_real(a, name, N * c->F);
-    l->act = plan_real(a, name, N * c->F);
+    l->g = plan_act(a, name, N * c->F);
+    l->u = plan_act(a, name, N * c->F);
+    l->act = plan_act(a, name, N * c->F);
 }
 
 // Bytes one thread needs: for selection (scores of a block of queries, candidate buffers or the table's rows) or
@@ -948,11 +959,11 @@ static void plan_walk(Model *m, Arena *a) {
     m->row_kl = (float *)plan_int(a, "tokens, targets, documents", N);
     m->cos_sin = plan_real(a, "RoPE tables", ROPE_KINDS * m->T * c->rope);
     for (int64_t l = 0; l < c->L; l++) plan_layer_kept(m, &m->layers[l], a);
-    m->last_x = plan_real(a, "layer inputs", N * c->C);
-    m->xf = plan_real(a, "final norm, branch output", N * c->C);
+    m->last_x = plan_act(a, "layer inputs", N * c->C);
+    m->xf = plan_act(a, "final norm, branch output", N * c->C);
     m->rstd_f = plan_real(a, "final norm, branch output", N);
-    m->y = plan_real(a, "final norm, branch output", N * c->C);
-    m->logits = plan_real(a, "logits of one chunk", CLASSIFIER_ROWS * m->Vp);
+    m->y = plan_act(a, "final norm, branch output", N * c->C);
+    m->logits = plan_act(a, "logits of one chunk", m->logit_rows * m->Vp);
     m->scratch = (char *)plan_take(a, "scratch of the threads", m->scratch_bytes * (size_t)max_threads());
     if (m->training) { // one set for all layers: as large as the largest needs
         const char *name = "gradients of activations";
@@ -974,25 +985,25 @@ static void plan_walk(Model *m, Arena *a) {
             }
             if (l->letter == 'Q') comp = max64(comp, N * (c->HI + 1) * c->DI);
         }
-        m->dx = plan_real(a, name, N * c->C);
-        m->dxn = plan_real(a, name, N * c->C);
-        m->d_att = plan_real(a, name, att);
-        m->d_oa = plan_real(a, name, N * c->o_groups * c->o_lora);
-        m->d_oc = plan_real(a, name, oc);
-        m->d_qrow = plan_real(a, name, qrow);
+        m->dx = plan_act(a, name, N * c->C);
+        m->dxn = plan_act(a, name, N * c->C);
+        m->d_att = plan_act(a, name, att);
+        m->d_oa = plan_act(a, name, N * c->o_groups * c->o_lora);
+        m->d_oc = plan_act(a, name, oc);
+        m->d_qrow = plan_act(a, name, qrow);
         m->d_rows = plan_real(a, name, rows);
-        m->d_q = plan_real(a, name, q);
-        m->d_qr = plan_real(a, name, N * c->q_lora);
-        m->d_kva = plan_real(a, name, kva);
-        m->d_act = plan_real(a, name, N * c->F);
-        m->d_g = plan_real(a, name, N * c->F);
-        m->d_u = plan_real(a, name, N * c->F);
+        m->d_q = plan_act(a, name, q);
+        m->d_qr = plan_act(a, name, N * c->q_lora);
+        m->d_kva = plan_act(a, name, kva);
+        m->d_act = plan_act(a, name, N * c->F);
+        m->d_g = plan_act(a, name, N * c->F);
+        m->d_u = plan_act(a, name, N * c->F);
         m->d_qi = plan_real(a, name, N * c->HI * c->DI);
         m->d_wi = plan_real(a, name, N * c->HI);
         m->d_ki = plan_real(a, name, m->B * m->most_cand * c->DI);
-        m->d_ki2 = plan_real(a, name, m->B * m->most_cand * c->DI);
-        m->d_comp = plan_real(a, name, comp);
-        m->d_ent = plan_real(a, name, ent);
+        m->d_ki2 = plan_act(a, name, m->B * m->most_cand * c->DI);
+        m->d_comp = plan_act(a, name, comp);
+        m->d_ent = plan_act(a, name, ent);
         m->d_sink = plan_real(a, name, N * H);
         m->lane_rows = plan_real(a, "partial sums of the lanes", m->lanes * lane);
         m->lane_ki = plan_real(a, "partial sums of the lanes", m->lanes * m->most_cand * c->DI);
@@ -1017,6 +1028,7 @@ static void activations_plan(Model *m, int64_t B, int64_t T, int training, int o
     m->nr = m->N;
     m->training = training;
     m->lanes = LANES;
+    m->logit_rows = CLASSIFIER_ROWS;
     m->scratch_bytes = thread_scratch(m);
     plan_walk(m, &m->arena);
     if (only_plan) return;
@@ -1026,13 +1038,22 @@ static void activations_plan(Model *m, int64_t B, int64_t T, int training, int o
     rope_tables(&m->c, T, m->cos_sin);
 }
 
+// The plan of a training run, parameters included, without allocating.
+static void plan_only(Model *m) {
+    size_t p = (size_t)m->n_params * sizeof(real);
+    activations_plan(m, m->c.B, m->c.T, 1, 1);
+    plan_note(&m->arena, "parameters", p);
+    plan_note(&m->arena, "gradients", p);
+    plan_note(&m->arena, "AdamW moments", 2 * p);
+    m->arena.peak += 4 * p;
+}
+
 // The memory plan, line by line.
 static void plan_print(const Model *m) {
-    double mib = 1024.0 * 1024.0, p = (double)m->n_params * sizeof(real) / mib;
-    printf("memory plan (MiB)\n  %-32s %10.1f\n", "parameters", p);
-    if (m->training) printf("  %-32s %10.1f\n  %-32s %10.1f\n", "gradients", p, "AdamW moments", 2 * p);
+    double mib = 1024.0 * 1024.0;
+    printf("memory plan (MiB)\n");
     for (int i = 0; i < m->arena.n_items; i++) printf("  %-32s %10.1f\n", m->arena.items[i].name, (double)m->arena.items[i].bytes / mib);
-    printf("  %-32s %10.1f\n", "total", p * (m->training ? 4 : 1) + (double)m->arena.peak / mib);
+    printf("  %-32s %10.1f\n", "total", (double)m->arena.peak / mib);
 }
 
 // ----------------------------------------------------------------------------
@@ -2374,8 +2395,8 @@ static void block_backward(Model *m, Layer *l) {
 // The padded columns of the vocabulary take no part.
 static void classifier(Model *m) {
     int64_t C = m->c.C, V = m->c.V, Vp = m->Vp;
-    for (int64_t r = m->r0; r < m->r0 + m->nr; r += CLASSIFIER_ROWS) {
-        int64_t n = min64(CLASSIFIER_ROWS, m->r0 + m->nr - r);
+    for (int64_t r = m->r0; r < m->r0 + m->nr; r += m->logit_rows) {
+        int64_t n = min64(m->logit_rows, m->r0 + m->nr - r);
         linear_forward(m->logits, m->xf + r * C, param(m, m->head), n, C, Vp);
         if (m->all_logits)
             for (int64_t i = 0; i < n; i++) memcpy(m->all_logits + (r + i) * V, m->logits + i * Vp, (size_t)V * sizeof(real));
@@ -2891,9 +2912,91 @@ static int sample_token(const Config *c, real *logits, uint64_t position) {
     return token;
 }
 
-// Print the prompt and n tokens after it. The model's parameters are shared; buffers for one row of prompt + n
-// tokens are made for the purpose. The prompt is one forward pass, then each new token is a pass over one row:
-// KV rows and index keys of the earlier ones stand in the buffers, which so are the caches.
+// A model g of one row of T tokens that shares m's parameters; its buffers are the caches.
+static void row_open(Model *g, const Model *m, int64_t T) {
+    *g = *m;
+    g->layers = (Layer *)xalloc((size_t)m->c.L * sizeof(Layer));
+    memcpy(g->layers, m->layers, (size_t)m->c.L * sizeof(Layer));
+    memset(&g->arena, 0, sizeof g->arena);
+    g->learning = g->fixed_selection = 0;
+    g->probe.queries = 0;
+    g->all_logits = NULL;
+    activations_plan(g, 1, T, 0, 0);
+}
+static real *row_logits(Model *g) {
+    model_forward(g);
+    return g->logits + (g->nr - 1) % g->logit_rows * g->Vp; // the last row of the last chunk
+}
+static void row_close(Model *g) {
+    free(g->arena.base);
+    free(g->layers);
+}
+
+static double peak_memory_mib(void) {
+    struct rusage u;
+    getrusage(RUSAGE_SELF, &u);
+#ifdef __APPLE__
+    return (double)u.ru_maxrss / (1024.0 * 1024.0);
+#else
+    return (double)u.ru_maxrss / 1024.0;
+#endif
+}
+
+// Add the rows' results of the last pass to the sums.
+static void count_rows(Model *m) {
+    for (int64_t i = 0; i < m->N; i++) {
+        m->sums.loss += (double)m->row_loss[i];
+        m->sums.targets += m->targets[i] >= 0;
+        m->sums.hits += m->targets[i] >= 0 && m->row_hit[i];
+        m->sums.kl += (double)m->row_kl[i];
+    }
+    m->sums.kl_rows += m->N * kl_layers(m);
+}
+// Hand the sums out and start again.
+static Stats take_sums(Model *m) {
+    Stats s = m->sums;
+    memset(&m->sums, 0, sizeof m->sums);
+    return s;
+}
+
+// What clipping multiplies a gradient of this norm by.
+static double clip_scale(const Config *c, double norm) { return c->clip > 0 && norm > c->clip ? c->clip / norm : 1; }
+
+// The end of a step: its sums, both gradient norms, clipping, AdamW. Returns 0 and changes no parameter when a loss or
+// gradient is not finite.
+static int update(Model *m, int64_t step, double lr, Stats *s, double norm[2]) {
+    double scale[2];
+    *s = take_sums(m);
+    for (int i = 0; i < 2; i++) {
+        norm[i] = grad_norm(m, i);
+        scale[i] = clip_scale(&m->c, norm[i]);
+    }
+    if (!isfinite(s->loss) || !isfinite(s->kl) || !isfinite(norm[0]) || !isfinite(norm[1])) return 0;
+    adamw_update(m, step, lr, scale);
+    return 1;
+}
+
+static void zero_grads(Model *m) { memset(m->grads, 0, (size_t)m->n_params * sizeof(real)); }
+static void nothing_to_do(Model *m) { (void)m; }
+
+// What computes: the functions above, or the CUDA trainer's. The loop below hands over tokens and targets and reads
+// sums back; parameters and moments come to the host only when they are written. A generation runs over
+// a model g of one row that shares m's parameters: row_logits() computes its new rows and returns the last one's logits.
+typedef struct {
+    void (*plan)(Model *m);
+    void (*forward)(Model *m), (*backward)(Model *m), (*zero_grads)(Model *m), (*count)(Model *m);
+    Stats (*sums)(Model *m);
+    int (*update)(Model *m, int64_t step, double lr, Stats *s, double norm[2]);
+    void (*to_host)(Model *m), (*from_host)(Model *m); // parameters and moments
+    void (*row_open)(Model *g, const Model *m, int64_t T), (*row_close)(Model *g);
+    real *(*row_logits)(Model *g);
+    double (*memory_mib)(void);
+} Engine;
+static Engine engine = {plan_only, model_forward, model_backward, zero_grads, count_rows, take_sums, update, nothing_to_do, nothing_to_do,
+                        row_open, row_close, row_logits, peak_memory_mib};
+
+// Print the prompt and n tokens after it. The prompt is one forward pass, then each new token is a pass over one row:
+// KV rows and index keys of the earlier ones stand in the buffers.
 static void generate(const Model *m, const Tokenizer *tok, const char *prompt, int64_t n, FILE *f) {
     size_t room = strlen(prompt) + 1;
     int32_t *tokens = (int32_t *)xalloc(room * sizeof *tokens);
@@ -2905,14 +3008,8 @@ static void generate(const Model *m, const Tokenizer *tok, const char *prompt, i
     }
     for (int64_t i = 0; i < n_prompt; i++)
         if (tokens[i] >= m->c.V) die("--prompt: token %d is outside the model's vocabulary of %lld", tokens[i], (long long)m->c.V);
-    Model g = *m;
-    g.layers = (Layer *)xalloc((size_t)m->c.L * sizeof(Layer));
-    memcpy(g.layers, m->layers, (size_t)m->c.L * sizeof(Layer));
-    memset(&g.arena, 0, sizeof g.arena);
-    g.learning = g.fixed_selection = 0;
-    g.probe.queries = 0;
-    g.all_logits = NULL;
-    activations_plan(&g, 1, n_prompt + n, 0, 0);
+    Model g;
+    engine.row_open(&g, m, n_prompt + n);
     memcpy(g.tokens, tokens, (size_t)n_prompt * sizeof *tokens);
     memset(g.targets, 0xff, (size_t)g.N * sizeof *g.targets); // no losses
     char *text = (char *)xalloc(strlen(prompt) + (size_t)n * 260 + 1);
@@ -2920,9 +3017,7 @@ static void generate(const Model *m, const Tokenizer *tok, const char *prompt, i
     memcpy(text, prompt, len);
     g.nr = n_prompt;
     for (int64_t i = n_prompt; i < n_prompt + n; i++) {
-        model_forward(&g);
-        real *logits = g.logits + (g.nr - 1) % CLASSIFIER_ROWS * g.Vp; // the last row of the last chunk
-        int32_t token = g.tokens[i] = sample_token(&g.c, logits, (uint64_t)i);
+        int32_t token = g.tokens[i] = sample_token(&g.c, engine.row_logits(&g), (uint64_t)i);
         if (token == g.eot) break;
         const char *s;
         int bytes = tokenizer_decode(tok, token, &s);
@@ -2933,8 +3028,7 @@ static void generate(const Model *m, const Tokenizer *tok, const char *prompt, i
     }
     print_utf8_safe(f, text, len);
     fprintf(f, "\n");
-    free(g.arena.base);
-    free(g.layers);
+    engine.row_close(&g);
     free(tokens);
     free(text);
 }
@@ -2952,34 +3046,8 @@ static void request_stop(int signal_number) {
     stop_requested = signal_number;
 }
 
-// Means over the rows of one or more forward passes.
-typedef struct { double loss, kl, hits; int64_t targets, kl_rows; } Stats;
-
-static void stats_add(Stats *s, const Model *m) {
-    for (int64_t i = 0; i < m->N; i++) {
-        s->loss += (double)m->row_loss[i];
-        s->targets += m->targets[i] >= 0;
-        s->hits += m->targets[i] >= 0 && m->row_hit[i];
-        s->kl += (double)m->row_kl[i];
-    }
-    s->kl_rows += m->N * kl_layers(m);
-}
-
-// What computes: the functions above, or the CUDA trainer's. The loop below hands over tokens and targets and reads
-// back row_loss, row_hit and row_kl; parameters and moments come to the host only when they are written or printed.
-typedef struct {
-    void (*forward)(Model *m), (*backward)(Model *m), (*zero_grads)(Model *m);
-    double (*grad_norm)(const Model *m, int index);
-    void (*update)(Model *m, int64_t step, double lr, const double scale[2]);
-    void (*to_host)(Model *m), (*from_host)(Model *m); // parameters and moments
-} Engine;
-static void zero_grads(Model *m) { memset(m->grads, 0, (size_t)m->n_params * sizeof(real)); }
-static void nothing_to_do(Model *m) { (void)m; }
-static Engine engine = {model_forward, model_backward, zero_grads, grad_norm, adamw_update, nothing_to_do, nothing_to_do};
-
 // Mean validation loss over the first batches (0: all) of B rows; rows beyond the end count for nothing.
 static Stats evaluate(Model *m, const Loader *val, int64_t batches) {
-    Stats s = {0, 0, 0, 0, 0};
     int64_t all = (val->n_rows + m->B - 1) / m->B;
     batches = batches ? min64(batches, all) : all;
     m->learning = 0;
@@ -2992,9 +3060,9 @@ static Stats evaluate(Model *m, const Loader *val, int64_t batches) {
         }
         engine.forward(m);
         m->probe.queries = 0; // the first batch serves the probe
-        stats_add(&s, m);
+        engine.count(m);
     }
-    return s;
+    return engine.sums(m);
 }
 
 // Floating-point operations of one training step: the model, and apart from it what the indexer adds (scan and KL).
@@ -3018,8 +3086,8 @@ static void step_flops(const Model *m, double *model, double *index) {
             chosen += (double)take;
             pairs += (double)(take * (l->letter == 'Q' ? l->r : 1) + (is_v4(l->letter) ? min64(t + 1, c->window) : l->letter == 'Q' ? (t + 1) % l->r : 0));
         }
-        *model += rows * pairs * 2 * H * (double)(l->Dk + l->Dv)                      // forward: q.k, p.v
-                + rows * pairs * 2 * H * (3 * (double)l->Dk + 2 * (double)l->Dv);     // backward: q.k again, dP, dq, dk, dv
+        int by_head = l->letter == 'F'; // dense attention is cheaper with keys and values of each head
+        *model += 3 * rows * pairs * 2 * H * (double)(by_head ? c->nope + c->rope + c->v_dim : l->Dk + l->Dv); // backward: twice the forward
         if (is_sparse(l->letter) && !m->dense) *index += rows * seen * dots;           // the scan
         if (kl_teachers(m, l) && c->kl_coef > 0) *index += rows * chosen * dots * 3;   // scores of the support, dq, dk
     }
@@ -3033,16 +3101,6 @@ static const Rung RUNGS[] = {{"uniform over 256", 5.545}, {"order-0 bytes", 3.06
 static int is_austen(const Config *c) {
     size_t n = strlen(c->val);
     return !strcmp(c->task, "text") && n >= 14 && !strcmp(c->val + n - 14, "persuasion.txt");
-}
-
-static double peak_memory_mib(void) {
-    struct rusage u;
-    getrusage(RUSAGE_SELF, &u);
-#ifdef __APPLE__
-    return (double)u.ru_maxrss / (1024.0 * 1024.0);
-#else
-    return (double)u.ru_maxrss / 1024.0;
-#endif
 }
 
 static int compare_doubles(const void *a, const void *b) {
@@ -3139,8 +3197,6 @@ static void report_start(const Model *m) {
 // and changes no parameter when a loss or gradient is not finite.
 static int train_step(Model *m, const Loader *train, int64_t step, int64_t rows_seen, Stats *s, double norm[2], double *lr) {
     const Config *c = &m->c;
-    double scale[2];
-    memset(s, 0, sizeof *s);
     engine.zero_grads(m);
     m->dense = step < c->warmup_dense;
     m->learning = 1;
@@ -3151,16 +3207,10 @@ static int train_step(Model *m, const Loader *train, int64_t step, int64_t rows_
         for (int64_t b = 0; b < m->B; b++) loader_row(train, rows_seen + a * m->B + b, m->tokens + b * m->T, m->targets + b * m->T);
         engine.forward(m);
         engine.backward(m);
-        stats_add(s, m);
+        engine.count(m);
     }
     *lr = learning_rate(c, step);
-    for (int g = 0; g < 2; g++) {
-        norm[g] = engine.grad_norm(m, g);
-        scale[g] = c->clip > 0 && norm[g] > c->clip ? c->clip / norm[g] : 1;
-    }
-    if (!isfinite(s->loss) || !isfinite(s->kl) || !isfinite(norm[0]) || !isfinite(norm[1])) return 0;
-    engine.update(m, step + 1, *lr, scale);
-    return 1;
+    return engine.update(m, step + 1, *lr, s, norm);
 }
 
 // The whole run.
@@ -3188,7 +3238,7 @@ static void train(Model *m, const Loader *train_data, const Loader *val_data, co
         double eta = median_seconds(ring, step - first) * (double)(c->steps - step);
         printf("step %5lld/%lld%s | loss %.4f | %.3f bits | index KL %.4f | norm %.2f %.2f | lr %.2e | %.0f tok/s | %.0f+%.0f GFLOP/s | %.0f MiB | ETA %.0f s\n",
                (long long)step, (long long)c->steps, m->dense ? " dense" : "", loss, loss * 1.4426950408889634, kl, norm[0], norm[1], lr, tokens / seconds,
-               model_flops / seconds * 1e-9, index_flops / seconds * 1e-9, peak_memory_mib(), eta);
+               model_flops / seconds * 1e-9, index_flops / seconds * 1e-9, engine.memory_mib(), eta);
         if (log) {
             const char *names[] = {"loss", "kl", "norm", "index_norm", "lr", "seconds", "tokens", "model_flops", "index_flops", "dense", "index_scans", "nan_scores"};
             double values[] = {loss, kl, norm[0], norm[1], lr, seconds, tokens, model_flops, index_flops, (double)m->dense, (double)(m->index_scans - scans), (double)m->nan_scores};
@@ -3208,7 +3258,6 @@ static void train(Model *m, const Loader *train_data, const Loader *val_data, co
         if (c->eval_every && step % c->eval_every == 0 && step < c->steps) val_loss = report_eval(m, val_data, c->eval_batches, step, log);
         if (c->sample_every && step % c->sample_every == 0 && !train_data->copy) {
             printf("---\n");
-            engine.to_host(m);
             generate(m, tok, c->prompt, c->sample_tokens, stdout);
             printf("---\n");
         }
@@ -3293,7 +3342,7 @@ static int prepare(Config *c, Model *m, Loader data[2], Tokenizer *tok, int argc
     model_build(m, c);
     m->eot = data[0].eot;
     m->select_seed = (uint64_t)c->seed;
-    activations_plan(m, c->B, c->T, 1, 1);
+    engine.plan(m);
     report_start(m);
     if (!data[0].copy) printf("data: %lld training tokens (%lld rows), %lld validation tokens\n", (long long)data[0].stream.n_tokens, (long long)data[0].n_rows, (long long)data[1].stream.n_tokens);
     if (c->dry_run) {
