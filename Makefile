@@ -61,7 +61,7 @@ SM := $(if $(CAPABILITY),$(if $(filter 90,$(CAPABILITY)),90a,$(CAPABILITY)),90a)
 CUDA_TRAINER := $(if $(NVCC),train_gpt_sparse)
 # bf16 is the default; PRECISION=fp32 builds the program that agrees with the reference to rounding.
 PRECISION ?= bf16
-cuda_flags = $(if $(filter fp32,$(2)),-DPRECISION_FP32) -std=c++17 -O3 -lineinfo -gencode=arch=compute_$(1),code=sm_$(1) -diag-suppress=177 \
+cuda_flags = $(if $(filter fp32,$(2)),-DPRECISION_FP32) -std=c++17 -O3 -lineinfo -gencode=arch=compute_$(1),code=sm_$(1) -diag-suppress=177,20280 \
 	-Xcompiler -O3,-fno-math-errno,-ffp-contract=fast$(if $(HAVE_NATIVE),$(comma)-march=native)$(if $(HAVE_OMP),$(comma)-fopenmp) -DGIT_HASH='"$(GIT_HASH)"'
 comma := ,
 CUDA_LIBS = -lcublasLt
@@ -95,6 +95,15 @@ $(BUILD)/test_gpt_sparse_%: test_gpt_sparse.cu train_gpt_sparse.cu $(SOURCES) Ma
 	@mkdir -p $(BUILD)
 	$(NVCC) $(call cuda_flags,$(SM),$*) -o $@ $< $(CUDA_LIBS)
 
+$(BUILD)/test_oracle_cuda_%: dev/test/test_oracle.c train_gpt_sparse.cu $(SOURCES) Makefile
+	@mkdir -p $(BUILD)
+	$(NVCC) $(call cuda_flags,$(SM),$*) -x cu -DORACLE_CUDA -o $@ $< $(CUDA_LIBS)
+
+# The lessons: one file a kernel, from the plain to the fast, each verified and timed.
+$(BUILD)/lesson_%: dev/cuda/%.cu dev/cuda/common.h Makefile
+	@mkdir -p $(BUILD)
+	$(NVCC) $(call cuda_flags,$(SM)) -o $@ $< $(CUDA_LIBS)
+
 cuda-all:
 	@mkdir -p $(BUILD)
 	@for sm in 80 90a 100; do echo "compiling train_gpt_sparse.cu for sm_$$sm"; \
@@ -111,7 +120,9 @@ else
 	./$(TRAINER) $(ARGS)
 endif
 
-test-gpu: $(BUILD)/test_gpt_sparse_fp32 $(BUILD)/test_gpt_sparse_bf16
+test-gpu: $(foreach p,fp32 bf16,$(BUILD)/test_gpt_sparse_$(p) $(BUILD)/test_oracle_cuda_$(p))
+	$(BUILD)/test_oracle_cuda_fp32 dev/test/oracle/*.safetensors
+	$(BUILD)/test_oracle_cuda_bf16 dev/test/oracle/*.safetensors
 	$(BUILD)/test_gpt_sparse_fp32
 	$(BUILD)/test_gpt_sparse_bf16
 

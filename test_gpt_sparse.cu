@@ -1,6 +1,7 @@
 // The CUDA trainer against the CPU reference: the whole step (losses, layer outputs, selections, every gradient) for every
 // layer letter over awkward sizes, both stages, with documents and targets left out; twenty training steps; determinism;
-// recomputation. Includes train_gpt_sparse.cu. Fresh random inputs every run, seed printed (or given as argv[1]).
+// recomputation. Before that every kernel by itself: dev/test/kernels.h. Includes train_gpt_sparse.cu. Fresh random inputs
+// every run, seed printed (or given as argv[1]).
 #define TESTING
 #include "train_gpt_sparse.cu"
 #include "dev/test/check.h"
@@ -10,6 +11,7 @@ static uint64_t seed, draws;
 static int64_t draw(int64_t n) { return (int64_t)(rng_u64(seed, 77, draws++) % (uint64_t)n); }
 
 // A small configuration with sizes that divide nothing.
+static int sizes; // 0: they divide nothing; 1, 2: those that the tensor-core kernels have, 2 with more than 16 heads
 static Config small_config(const char *layers, int64_t T, int64_t B, int64_t k, const char *type) {
     Config c;
     config_defaults(&c);
@@ -18,6 +20,8 @@ static Config small_config(const char *layers, int64_t T, int64_t B, int64_t k, 
     c.L = (int64_t)strlen(layers);
     c.C = 40; c.H = 6; c.q_lora = 28; c.kv_lora = 36; c.nope = 12; c.rope = 8; c.v_dim = 20; c.F = 56; c.HI = 3; c.DI = 24; c.V = 97;
     c.head_dim = 24; c.kv_heads = 2; c.window = 7; c.csa_ratio = 4; c.hca_ratio = 8; c.qsa_ratio = 4; c.o_groups = 2; c.o_lora = 20;
+    if (sizes) { c.C = 64; c.q_lora = 32; c.kv_lora = 64; c.nope = 16; c.rope = 16; c.v_dim = 24; c.DI = 32; c.HI = 5; c.head_dim = 64; c.window = 70; c.o_lora = 24; }
+    if (sizes == 2) { c.H = 20; c.kv_lora = 256; c.rope = 32; c.DI = 64; c.HI = 12; c.head_dim = 128; c.kv_heads = 1; }
     c.topk = k; c.T = T; c.B = B; c.steps = 20; c.warmup = 2; c.lr = 1e-3;
     c.seed = (int64_t)(seed % 1000003);
     config_check(&c);
@@ -54,8 +58,8 @@ static void whole_step(const char *layers, int64_t T, int64_t B, int64_t k, int 
     CUDA_CHECK(cudaMemset(G_.probs, 0xff, (size_t)G_.space * sizeof(float))); // NaN where nothing is written
     CUDA_CHECK(cudaMemset(G_.ds, 0xff, (size_t)G_.space * sizeof(float)));
     Verdict v = gpu_compare(&m, 0);
-    check(verdict_good(&v), "%-8s T=%-4lld B=%lld k=%-3lld %s %-12s loss %.1e KL %.1e out %.1e grad %.1e (%s) cosine %.6f; %lld/%lld differ, %lld unexplained", layers, (long long)T, (long long)B,
-          (long long)k, dense ? "dense" : "     ", type, v.loss, v.kl, v.output, v.grad, v.worst, v.cosine, (long long)v.differ, (long long)v.chosen, (long long)v.unexplained);
+    check(verdict_good(&v), "%-8s T=%-4lld B=%lld k=%-3lld %s %-12s loss %.1e KL %.1e out %.1e index %.1e grad %.1e (%s) cosine %.6f; %lld/%lld differ, %lld unexplained", layers, (long long)T, (long long)B,
+          (long long)k, dense ? "dense" : "     ", type, v.loss, v.kl, v.output, v.index, v.grad, v.worst, v.cosine, (long long)v.differ, (long long)v.chosen, (long long)v.unexplained);
     gpu_close();
     model_free(&m);
 }
@@ -149,6 +153,8 @@ static void generation(const char *layers) {
     model_free(&m);
 }
 
+#include "dev/test/kernels.h"
+
 int main(int argc, char **argv) {
     seed = check_seed(argc, argv);
     int small = argc > 2 && !strcmp(argv[2], "small"); // the grid for compute-sanitizer
@@ -158,18 +164,20 @@ int main(int argc, char **argv) {
     cpu_engine = engine;
     gpu_engine();
     gpu_engine_ = engine;
-    for (int p = 0; p < 8; p++) {
-        for (int t = 0; t < (small ? 3 : 6); t++) {
-            int64_t B = 1 + draw(3);
-            whole_step(patterns[p], lengths[t], B, 1 + draw(12), 0, draw(2) ? "deepseek_v32" : "glm_moe_dsa");
-            if (t % 2) whole_step(patterns[p], lengths[t], B, 1 + draw(12), 1, "deepseek_v32");
-        }
-    }
-    for (int p = 0; p < 8; p++) generation(patterns[p]);
-    if (!small) {
-        whole_step("DCQ", 1025, 1, 300, 0, "deepseek_v32"); // several compactions of the candidate buffer
-        for (int p = 0; p < 8; p++) some_steps(patterns[p], 20, 1, "none");
+    test_kernels(small);
+    for (sizes = 0; sizes < 3; sizes++)
         for (int p = 0; p < 8; p++) {
+            for (int t = 0; t < (small ? 3 : 6); t++) {
+                int64_t B = 1 + draw(3);
+                whole_step(patterns[p], lengths[t], B, 1 + draw(sizes ? 100 : 12), 0, draw(2) ? "deepseek_v32" : "glm_moe_dsa");
+                if (t % 2) whole_step(patterns[p], lengths[t], B, 1 + draw(12), 1, "deepseek_v32");
+            }
+            generation(patterns[p]);
+        }
+    for (sizes = 0; sizes < 2 && !small; sizes++) {
+        whole_step("DCQ", 1025, 1, 300, 0, "deepseek_v32"); // several compactions of the candidate buffer
+        for (int p = 0; p < 8; p++) {
+            if (sizes == 0) some_steps(patterns[p], 20, 1, "none");
             uint64_t again = draws; // the same inputs each time
             uint64_t a = some_steps(patterns[p], 50, 0, "none");
             draws = again;

@@ -268,15 +268,19 @@ static const Preset PRESETS[] = {
     {"glm", "layers=DSSS num-hidden-layers=8 model-type=glm_moe_dsa index-n-heads=4"}, // GLM-5.2: one indexer for four layers
     {"v4flash", "layers=WWCHCHCH num-hidden-layers=8 num-attention-heads=4 q-lora-rank=64 head-dim=64 qk-rope-head-dim=8 o-groups=2 o-lora-rank=64 index-topk=32 "
                 "index-n-heads=4 index-head-dim=32"}, // DeepSeek-V4-Flash: two windows, then CSA and HCA in turn
-    {"qsa", "layers=Q num-attention-heads=6 num-key-value-heads=1 head-dim=32 qk-rope-head-dim=8 index-topk=16 index-n-heads=4 index-head-dim=32"},
+    {"qsa", "layers=Q num-attention-heads=6 num-key-value-heads=1 head-dim=32 qk-rope-head-dim=8 index-topk=16 index-n-heads=4 index-head-dim=128"}, // Qwen3.8-Flash-Next: 4 index heads of 128
     {"small", "num-hidden-layers=8 hidden-size=256 num-attention-heads=8 q-lora-rank=192 kv-lora-rank=128 intermediate-size=704 index-topk=256 seq-len=8192 "
               "batch-size=2 steps=1400 lr=1.5e-3 warmup=60 warmup-dense=12 eval-every=100 eval-batches=4 sample-every=500"}, // 7M: the default of make run on a GPU
+    // GPT-2's sizes for any pattern of letters; the second line of each is for C H W Q
     {"d12", "num-hidden-layers=12 hidden-size=768 num-attention-heads=12 q-lora-rank=384 kv-lora-rank=256 qk-nope-head-dim=64 qk-rope-head-dim=32 "
-            "v-head-dim=64 intermediate-size=2560 index-n-heads=8 index-head-dim=64 index-topk=1024 seq-len=8192 batch-size=1 lr=6e-4"},
+            "v-head-dim=64 intermediate-size=2560 index-n-heads=8 index-head-dim=64 index-topk=1024 seq-len=8192 batch-size=1 lr=6e-4 "
+            "head-dim=64 num-key-value-heads=1 sliding-window=128 hca-ratio=128 o-groups=2 o-lora-rank=256"},
     {"d24", "num-hidden-layers=24 hidden-size=1024 num-attention-heads=16 q-lora-rank=512 kv-lora-rank=256 qk-nope-head-dim=64 qk-rope-head-dim=64 "
-            "v-head-dim=64 intermediate-size=3328 index-n-heads=8 index-head-dim=128 index-topk=1024 seq-len=8192 batch-size=1 lr=3e-4"},
+            "v-head-dim=64 intermediate-size=3328 index-n-heads=8 index-head-dim=128 index-topk=1024 seq-len=8192 batch-size=1 lr=3e-4 "
+            "head-dim=128 num-key-value-heads=2 sliding-window=128 hca-ratio=128 o-groups=4 o-lora-rank=256"},
     {"d48", "num-hidden-layers=48 hidden-size=1600 num-attention-heads=25 q-lora-rank=768 kv-lora-rank=512 qk-nope-head-dim=64 qk-rope-head-dim=64 "
-            "v-head-dim=64 intermediate-size=4800 index-n-heads=16 index-head-dim=128 index-topk=2048 seq-len=8192 batch-size=1 lr=2e-4"},
+            "v-head-dim=64 intermediate-size=4800 index-n-heads=16 index-head-dim=128 index-topk=2048 seq-len=8192 batch-size=1 lr=2e-4 "
+            "head-dim=128 num-key-value-heads=5 sliding-window=128 hca-ratio=128 o-groups=5 o-lora-rank=320"},
 };
 
 // Set one option from text. Stops with one line on an unknown name or a bad value; where says who gave it.

@@ -85,6 +85,9 @@ typedef struct {
     uint32_t *pair_key, *pair_key2, *pair, *pair2; // (N * k) candidate of each chosen slot; query * k + slot; and both sorted
     int2 *list;                  // (N * k) the inverse lists: query and slot, by candidate
     int32_t *list_start;         // (B * n_cand + 1) where a candidate's list starts
+    int32_t *slot_of;            // (queries, slots) rank of each slot among all of a chunk, sorted by row
+    floatX *partial_rows;        // (queries, slots, width) what each slot gives to its row, in the order of the ranks
+    float *mass, *candidate_mass; // (queries, slots) probabilities summed over heads; (queries, k) the teacher's
     void *sort_space;
     size_t sort_bytes;
     Chunk *chunks;               // the table of parameters, cut up
@@ -194,12 +197,13 @@ static GemmPlan *gemm_plan(const int64_t key[16], cudaDataType_t out) {
     if (!gemm_plans) die("no memory for the plans of matrix products");
     GemmPlan *p = &gemm_plans[n_gemm_plans++];
     memcpy(p->v, key, sizeof p->v);
-    cublasOperation_t ta = bcs == 1 ? CUBLAS_OP_N : CUBLAS_OP_T, tb = aks == 1 ? CUBLAS_OP_N : CUBLAS_OP_T;
+    int b_plain = bcs == 1 && bks >= N, a_plain = aks == 1 && ars >= K; // a vector has both strides 1
+    cublasOperation_t ta = b_plain ? CUBLAS_OP_N : CUBLAS_OP_T, tb = a_plain ? CUBLAS_OP_N : CUBLAS_OP_T;
     cublas_check(cublasLtMatmulDescCreate(&p->op, CUBLAS_COMPUTE_32F, CUDA_R_32F), "descriptor");
     cublas_check(cublasLtMatmulDescSetAttribute(p->op, CUBLASLT_MATMUL_DESC_TRANSA, &ta, sizeof ta), "transpose");
     cublas_check(cublasLtMatmulDescSetAttribute(p->op, CUBLASLT_MATMUL_DESC_TRANSB, &tb, sizeof tb), "transpose");
-    p->a = bcs == 1 ? gemm_layout(in, N, K, bks, count, sb) : gemm_layout(in, K, N, bcs, count, sb);
-    p->b = aks == 1 ? gemm_layout(in, K, M, ars, count, sa) : gemm_layout(in, M, K, aks, count, sa);
+    p->a = b_plain ? gemm_layout(in, N, K, bks, count, sb) : gemm_layout(in, K, N, bcs, count, sb);
+    p->b = a_plain ? gemm_layout(in, K, M, ars, count, sa) : gemm_layout(in, M, K, aks, count, sa);
     p->c = gemm_layout(out, N, M, ldc, count, sc);
     cublasLtMatmulPreference_t pref;
     cublasLtMatmulHeuristicResult_t found;
@@ -481,6 +485,8 @@ __global__ static void embedding_backward_kernel(float *de, const floatX *dx, co
 typedef struct {
     int T, N, H, HI, DI, k, W, r, unit, n_cand, n_rows, G, Dk, Dv, R, v_off, support;
     int v4, qsa, all;
+    int control, layer;          // who chooses: SELECT_*; the layer's number, for random choices
+    uint64_t seed;
     float scale;
     const int32_t *doc, *sel, *place;
     const floatX *rows, *qrow;
@@ -488,6 +494,8 @@ typedef struct {
     const floatX *q_index, *k_index; // of the source layer
     const float *w_index;
 } Core;
+
+enum { SELECT_INDEXER, SELECT_RANDOM, SELECT_WINDOW };
 
 // KV rows of the longest support of a layer, when it attends to all candidates or to its chosen ones.
 static int64_t layer_support(const Model *g, const Layer *l, int all) {
@@ -504,6 +512,9 @@ static Core core_of(const Model *g, const Layer *l) {
     c.G = (int)l->G; c.Dk = (int)l->Dk; c.Dv = (int)l->Dv; c.R = (int)l->R; c.v_off = (int)l->v_off;
     c.v4 = is_v4(l->letter); c.qsa = l->letter == 'Q'; c.all = attends_to_all(g, l);
     c.support = (int)layer_support(g, l, c.all);
+    c.control = !strcmp(g->c.selector, "random") ? SELECT_RANDOM : !strcmp(g->c.selector, "window") ? SELECT_WINDOW : SELECT_INDEXER;
+    c.layer = (int)(l - g->layers);
+    c.seed = g->select_seed;
     c.place = G_.place;
     c.scale = (float)l->scale;
     c.doc = g->doc; c.rows = X(l->rows); c.qrow = X(l->qrow);
@@ -521,12 +532,26 @@ __device__ static void gpu_visible(const Core &c, int i, int *lo, int *n) {
 __device__ static const floatX *kv_row(const Core &c, int i, int row) { return c.rows + ((int64_t)(i / c.T) * c.n_rows + row) * c.R; }
 __device__ static const floatX *index_key(const Core &c, int i, int e) { return c.k_index + ((int64_t)(i / c.T) * c.n_cand + e) * c.DI; }
 
+__device__ static uint64_t gpu_rng_mix(uint64_t z) { // rng_mix()
+    z += 0x9e3779b97f4a7c15ull;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return z ^ (z >> 31);
+}
+
 __device__ static uint64_t gpu_order_key(float score, int64_t s) {
     score += 0.0f;
     uint32_t bits = __float_as_uint(score);
     bits ^= (0u - (bits >> 31)) | 0x80000000u;
     bits = score != score ? 0xffffffffu : bits;
     return (uint64_t)bits << 32 | (uint32_t)~(uint32_t)s;
+}
+
+// The order of candidate s of row i for the controls, as select_control() of train_cpu.c: random, or the latest.
+__device__ static uint64_t gpu_control_key(const Core &c, int64_t i, int64_t s) {
+    if (c.control == SELECT_WINDOW) return (uint64_t)s << 32 | (uint32_t)~(uint32_t)s;
+    uint64_t z = gpu_rng_mix(gpu_rng_mix(gpu_rng_mix(c.seed) ^ (RNG_SELECT + (uint64_t)c.layer)) ^ (uint64_t)(i * c.T + s));
+    return gpu_order_key((float)(z >> 40), s);
 }
 
 // All threads of the block: bound such that exactly k of the n distinct keys are at or above it (1 <= k <= n).
@@ -609,7 +634,7 @@ __global__ static void hytopk_kernel(Core c, int32_t *sel, int first, int count_
     for (int s0 = from; s0 < to; s0 += BLOCK) {
         int s = s0 + (int)threadIdx.x;
         float score[QB], dot[QB];
-        for (int h = 0; h < c.HI; h++) {
+        for (int h = 0; h < c.HI && c.control == SELECT_INDEXER; h++) {
             for (int j = 0; j < QB; j++) dot[j] = 0;
             for (int d0 = 0; d0 < c.DI; d0 += TILE) {
                 int nd = min(TILE, c.DI - d0);
@@ -630,7 +655,8 @@ __global__ static void hytopk_kernel(Core c, int32_t *sel, int first, int count_
             }
         }
         for (int j = 0; j < QB; j++) {
-            uint64_t *key = buffers + j * capacity, x = s >= lo[j] && s < hi[j] ? gpu_order_key(score[j], s) : 0;
+            uint64_t *key = buffers + j * capacity, x = 0;
+            if (s >= lo[j] && s < hi[j]) x = c.control ? gpu_control_key(c, row0 + j, s) : gpu_order_key(score[j], s);
             if (n[j] + BLOCK > capacity) {
                 tau[j] = gpu_kth_largest(key, n[j], c.k, count, shared);
                 n[j] = gpu_keep(key, n[j], tau[j], warp_count);
@@ -656,7 +682,7 @@ __global__ static void hytopk_kernel(Core c, int32_t *sel, int first, int count_
         }
         for (int x = threadIdx.x; x < c.k; x += BLOCK) {
             sel[(row0 + j) * c.k + x] = x < n[j] ? (int32_t)(uint32_t)~(uint32_t)key[x] : -1;
-            if (x < n[j] && key[x] >> 32 == 0xffffffffu) atomicAdd((unsigned long long *)nans, 1ull);
+            if (!c.control && x < n[j] && key[x] >> 32 == 0xffffffffu) atomicAdd((unsigned long long *)nans, 1ull);
         }
     }
 }
@@ -676,7 +702,7 @@ static void gpu_select_forward(Model *g, Layer *l) {
     int B = (int)g->B, r0 = (int)g->r0, n = B == 1 ? (int)g->nr : c.T; // all rows of every sequence, or the new ones of one
     if (!gpu_hytopk<8>(c, l->sel, B, r0, n) && !gpu_hytopk<4>(c, l->sel, B, r0, n) && !gpu_hytopk<2>(c, l->sel, B, r0, n) && !gpu_hytopk<1>(c, l->sel, B, r0, n))
         die("--index-topk %d with %d index heads of %d: the candidate buffer needs more shared memory than a block has", c.k, c.HI, c.DI);
-    g->index_scans++;
+    g->index_scans += c.control == SELECT_INDEXER;
 }
 
 // ----------------------------------------------------------------------------
@@ -710,6 +736,7 @@ __global__ static void place_kernel(Core c, int32_t *place, int i0) {
         }
         place[(int64_t)blockIdx.x * c.support + j] = row;
     }
+    for (int j = s.n + (int)threadIdx.x; j < c.support; j += blockDim.x) place[(int64_t)blockIdx.x * c.support + j] = -1;
 }
 
 enum { LANES_DOT = 8 }; // threads that share one dot product: three shuffles instead of five, four places a warp
@@ -865,11 +892,11 @@ __global__ static void row_gather_kernel(Core c, float *d_rows, const float *p, 
     }
 }
 
-// Inverse lists: all chosen slots (i * k + j) sorted by candidate, stable, so in the order of the queries.
-__global__ static void pairs_kernel(const int32_t *sel, uint32_t *key, uint32_t *pair, int64_t T, int64_t k, int64_t n_cand, uint32_t none, int64_t n) {
+// Inverse lists: all chosen slots ((i - i0) * k + j) sorted by candidate, stable, so in the order of the queries.
+__global__ static void pairs_kernel(const int32_t *sel, uint32_t *key, uint32_t *pair, int64_t i0, int64_t T, int64_t k, int64_t n_cand, uint32_t none, int64_t n) {
     int64_t x = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
     if (x >= n) return;
-    key[x] = sel[x] < 0 ? none : (uint32_t)(x / k / T * n_cand + sel[x]);
+    key[x] = sel[x] < 0 ? none : (uint32_t)((i0 + x / k) / T * n_cand + sel[x]);
     pair[x] = (uint32_t)x;
 }
 // Where each candidate's list starts, and the pairs as (query, slot).
@@ -889,7 +916,7 @@ __global__ static void lists_kernel(const uint32_t *key, const uint32_t *pair, i
 // sequence of T rows, n_cand in each.
 static void gpu_inverse_lists(const int32_t *values, int64_t rows, int64_t k, int64_t T, int64_t n_cand) {
     int64_t n = rows * k, candidates = rows / T * n_cand;
-    pairs_kernel<<<blocks_for(n, BLOCK), BLOCK, 0, stream>>>(values, G_.pair_key, G_.pair, T, k, n_cand, (uint32_t)candidates, n);
+    pairs_kernel<<<blocks_for(n, BLOCK), BLOCK, 0, stream>>>(values, G_.pair_key, G_.pair, 0, T, k, n_cand, (uint32_t)candidates, n);
     int bits = 1;
     while (candidates >> bits) bits++;
     CUDA_CHECK(cub::DeviceRadixSort::SortPairs(G_.sort_space, G_.sort_bytes, G_.pair_key, G_.pair_key2, G_.pair, G_.pair2, (int)n, 0, bits, stream));
@@ -1044,6 +1071,7 @@ static void gpu_support_forward(Model *g, Layer *l, int teach) {
 static void gpu_support_backward(Model *g, Layer *l, int teach) {
     Core c = core_of(g, l);
     int chunk = chunk_queries(&c);
+    if (!c.all) gpu_inverse_lists(c.sel, g->N, c.k, g->T, c.n_cand);
     for (int i0 = 0; i0 < c.N; i0 += chunk) {
         int n = min(chunk, c.N - i0);
         dim3 places(blocks_for(c.support, BLOCK / LANES_DOT), (unsigned)n);
@@ -1182,10 +1210,728 @@ static void gpu_dense_attention(Model *g, Layer *l, int teach, int back) {
     }
 }
 
+// ---- tensor-core kernels over selected rows (bf16)
+// One block of four warps serves a query and up to 16 of its heads. The rows of its support come through shared memory, 64
+// at a time, the next ones being copied while these are used; each warp multiplies 16 of them. Queries run in order, so
+// that the sorted lists of those in flight sweep the rows together and most reads hit L2.
+
+#ifdef PRECISION_FP32
+static int fast_core(const Model *, const Layer *) { return 0; }
+static int64_t fast_stride(const Model *, const Layer *) { return 0; }
+static int64_t fast_queries(const Model *, const Layer *) { return 0; }
+static int share_width(const Layer *) { return 0; }
+static void fast_forward(Model *, Layer *, int) {}
+static void fast_backward(Model *, Layer *, int) {}
+#else
+
+enum { HEADS = 16, ROWS = 64, QUERY_THREADS = 128, PAD = 8 }; // PAD: eight values, so that ldmatrix meets no bank twice
+
+__device__ static uint32_t smem_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+// d[16x8] += a[16x16] b[16x8], bf16 in, float sums. Lane l holds of a: rows l/4 and l/4+8, columns 2(l%4)+{0,1} and +8; of
+// b: column l/4, rows 2(l%4)+{0,1} and +8; of d: rows l/4 and l/4+8, columns 2(l%4)+{0,1}.
+__device__ static void mma(float d[4], const uint32_t a[4], const uint32_t b[2]) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+// Four 8x8 matrices; lane l gives the address of row l%8 of matrix l/8. The second form transposes each.
+__device__ static void ldmatrix(uint32_t r[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+}
+__device__ static void ldmatrix_trans(uint32_t r[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+}
+// 16 bytes from global to shared memory, zeros when not take; complete after copies_done().
+__device__ static void copy_16(uint32_t to, const floatX *from, int take) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(take ? 16 : 0) : "memory");
+}
+__device__ static void copies_issued(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ static void copies_done(void) { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+__device__ static uint32_t pack(float lo, float hi) {
+    __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
+    return *(uint32_t *)&v;
+}
+
+// One launch's share of a layer: heads h0 .. h0 + nh, which read the keys and values of one KV row group; where these
+// stand in a KV row and in a row of the tile (values inside the keys where they are the same channels).
+typedef struct {
+    int h0, nh, key, value, wide, value_at; // offsets in the KV row; width of a tile's row; where its values start
+    int stride;                             // slots of a query in place, slot_of and mass
+    const int32_t *place;                   // (queries, stride) KV rows of the supports
+} Share;
+
+// The tile's rows "first" .. of query i's support, as [key | value] of width z.wide; zeros behind the last.
+__device__ static void gather_rows(const Core &c, const Share &z, floatX *tile, const int32_t *place, int i, int first, int n) {
+    int chunks = z.wide / 8, keys = c.Dk / 8;
+    for (int x = threadIdx.x; x < ROWS * chunks; x += QUERY_THREADS) {
+        int row = x / chunks, k = x % chunks, take = first + row < n;
+        const floatX *from = kv_row(c, i, take ? place[first + row] : 0) + (k < keys ? z.key + k * 8 : z.value + (k - keys) * 8);
+        copy_16(smem_address(tile + row * (z.wide + PAD) + k * 8), from, take);
+    }
+}
+// x[head, 0..d) of query i into rows of d + PAD; zeros for heads that are not there.
+__device__ static void gather_heads(const Core &c, const Share &z, floatX *to, const floatX *x, int i, int d) {
+    for (int y = threadIdx.x; y < HEADS * (d / 8); y += QUERY_THREADS) {
+        int h = y / (d / 8), k = y % (d / 8), take = h < z.nh;
+        copy_16(smem_address(to + h * (d + PAD) + k * 8), x + ((int64_t)i * c.H + z.h0 + (take ? h : 0)) * d + k * 8, take);
+    }
+}
+
+// oc = softmax(scale q . k) v and lse of query i0 + blockIdx.x, columns VT * 16 * blockIdx.y .. of its values. Each warp runs its own online
+// softmax (Milakov and Gimelshein 2018) over its rows; at the end the four are merged. P goes from the accumulators of
+// one product straight into the left operand of the next (Dao 2023).
+template <int VT> __global__ static void __launch_bounds__(QUERY_THREADS) sparse_forward_kernel(Core c, Share z, floatX *oc, float *lse, int i0) {
+    extern __shared__ __align__(128) floatX smem_x[];
+    __shared__ float tops[4][HEADS], sums[4][HEADS];
+    int i = i0 + (int)blockIdx.x, n = gpu_span(c, i).n, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, quad = lane % 4, ld = z.wide + PAD, column = VT * 16 * (int)blockIdx.y;
+    const int32_t *place = z.place + (int64_t)blockIdx.x * z.stride;
+    floatX *q = smem_x, *tiles = q + HEADS * (c.Dk + PAD);
+    float o[2 * VT][4], top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0}, scale = c.scale * 1.4426950408889634f; // base 2
+    for (int t = 0; t < 2 * VT; t++)
+        for (int e = 0; e < 4; e++) o[t][e] = 0;
+    gather_heads(c, z, q, c.qrow, i, c.Dk);
+    gather_rows(c, z, tiles, place, i, 0, n);
+    copies_issued();
+    for (int first = 0, turn = 0; first < n; first += ROWS, turn ^= 1) {
+        copies_done();
+        __syncthreads(); // this tile is there, and nobody reads the other any more
+        if (first + ROWS < n) gather_rows(c, z, tiles + (turn ^ 1) * ROWS * ld, place, i, first + ROWS, n);
+        copies_issued();
+        const floatX *mine = tiles + turn * ROWS * ld + warp * 16 * ld;
+        int left = n - first - warp * 16;
+        if (left <= 0) continue;
+        float s[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}}; // heads by 16 rows
+        for (int k = 0; k < c.Dk; k += 16) {
+            uint32_t a[4], b[4];
+            ldmatrix(a, smem_address(q + lane % 16 * (c.Dk + PAD) + k + lane / 16 * 8));
+            ldmatrix(b, smem_address(mine + (lane / 16 * 8 + lane % 8) * ld + k + lane / 8 % 2 * 8));
+            mma(s[0], a, b);
+            mma(s[1], a, b + 2);
+        }
+        float most[2] = {top[0], top[1]}, factor[2];
+        for (int t = 0; t < 2; t++)
+            for (int e = 0; e < 4; e++) {
+                s[t][e] = t * 8 + quad * 2 + e % 2 < left ? s[t][e] * scale : -INFINITY;
+                most[e / 2] = fmaxf(most[e / 2], s[t][e]);
+            }
+        for (int h = 0; h < 2; h++) {
+            most[h] = fmaxf(most[h], __shfl_xor_sync(0xffffffffu, most[h], 1));
+            most[h] = fmaxf(most[h], __shfl_xor_sync(0xffffffffu, most[h], 2));
+            factor[h] = exp2f(top[h] - most[h]); // at least one row is there: most is finite
+            top[h] = most[h];
+            sum[h] *= factor[h];
+        }
+        for (int t = 0; t < 2; t++)
+            for (int e = 0; e < 4; e++) {
+                s[t][e] = exp2f(s[t][e] - top[e / 2]);
+                sum[e / 2] += s[t][e];
+            }
+        uint32_t p[4] = {pack(s[0][0], s[0][1]), pack(s[0][2], s[0][3]), pack(s[1][0], s[1][1]), pack(s[1][2], s[1][3])};
+        #pragma unroll
+        for (int t = 0; t < VT; t++) {
+            uint32_t b[4];
+            for (int e = 0; e < 4; e++) { o[2 * t][e] *= factor[e / 2]; o[2 * t + 1][e] *= factor[e / 2]; }
+            ldmatrix_trans(b, smem_address(mine + lane % 16 * ld + z.value_at + column + t * 16 + lane / 16 * 8));
+            mma(o[2 * t], p, b);
+            mma(o[2 * t + 1], p, b + 2);
+        }
+    }
+    for (int h = 0; h < 2; h++) {
+        sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 1);
+        sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 2);
+        if (quad == 0) { tops[warp][lane / 4 + h * 8] = top[h]; sums[warp][lane / 4 + h * 8] = sum[h]; }
+    }
+    copies_done(); // of an empty support: the tiles' memory is used again
+    __syncthreads();
+    float *total = (float *)tiles, factor[2]; // (HEADS, VT * 16 + 4) takes the place of the tiles
+    for (int h = 0; h < 2; h++) {
+        int head = lane / 4 + h * 8;
+        float sink = c.sinks && head < z.nh ? c.sinks[z.h0 + head] * 1.4426950408889634f : -INFINITY, all, most = sink;
+        for (int w = 0; w < 4; w++) most = fmaxf(most, tops[w][head]);
+        all = most == -INFINITY ? 0 : exp2f(sink - most);
+        for (int w = 0; w < 4; w++) all += most == -INFINITY ? 0 : sums[w][head] * exp2f(tops[w][head] - most);
+        factor[h] = all > 0 ? exp2f(top[h] - most) / all : 0;
+        if (warp == 0 && quad == 0 && head < z.nh && blockIdx.y == 0) lse[(int64_t)i * c.H + z.h0 + head] = all > 0 ? (most + log2f(all)) * 0.6931471805599453f : -INFINITY;
+    }
+    for (int w = 0; w < 4; w++) { // in this order always
+        if (warp == w)
+            #pragma unroll
+            for (int t = 0; t < 2 * VT; t++)
+                for (int e = 0; e < 4; e++) {
+                    float *to = total + (lane / 4 + e / 2 * 8) * (VT * 16 + 4) + t * 8 + quad * 2 + e % 2;
+                    *to = (w ? *to : 0) + o[t][e] * factor[e / 2];
+                }
+        __syncthreads();
+    }
+    for (int x = threadIdx.x; x < z.nh * VT * 8; x += QUERY_THREADS) {
+        const float *from = total + x / (VT * 8) * (VT * 16 + 4) + x % (VT * 8) * 2;
+        *(uint32_t *)(oc + ((int64_t)i * c.H + z.h0 + x / (VT * 8)) * c.Dv + column + x % (VT * 8) * 2) = pack(from[0], from[1]);
+    }
+}
+
+// Backward of query i0 + blockIdx.x for the heads of z. Written: d_qrow (unless NULL); what each row of the support
+// receives, z.wide wide, into partial at the place slot_of says (unless NULL); mass[q, j] = sum over heads of the probabilities
+// (first: set, else added). QT: products of 16 columns of d_q that a warp owns.
+template <int QT> __global__ static void __launch_bounds__(QUERY_THREADS)
+sparse_backward_kernel(Core c, Share z, floatX *d_qrow, floatX *partial, const int32_t *slot_of, float *mass, int first_heads, const floatX *d_oc, const float *lse, const float *delta, int i0) {
+    extern __shared__ __align__(128) floatX smem_x[];
+    __shared__ __align__(16) floatX d_s[ROWS][HEADS + PAD];
+    int i = i0 + (int)blockIdx.x, n = gpu_span(c, i).n, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, quad = lane % 4, ld = z.wide + PAD;
+    int lq = c.Dk + PAD, lo = c.Dv + PAD;
+    const int32_t *place = z.place + (int64_t)blockIdx.x * z.stride, *slot = slot_of + (int64_t)blockIdx.x * z.stride;
+    floatX *q = smem_x, *d_o = q + HEADS * lq, *tiles = d_o + HEADS * lo;
+    float dq[QT][2][4], low[2][2], dot[2][2], scale = c.scale * 1.4426950408889634f; // of the lane's heads quad * 2 + {0, 1} and + 8
+    for (int t = 0; t < QT; t++)
+        for (int e = 0; e < 8; e++) dq[t][e / 4][e % 4] = 0;
+    for (int t = 0; t < 2; t++)
+        for (int e = 0; e < 2; e++) {
+            int h = t * 8 + quad * 2 + e;
+            low[t][e] = h < z.nh ? lse[(int64_t)i * c.H + z.h0 + h] * 1.4426950408889634f : INFINITY; // absent heads have no probability
+            dot[t][e] = h < z.nh && delta ? delta[(int64_t)i * c.H + z.h0 + h] : 0;
+        }
+    gather_heads(c, z, q, c.qrow, i, c.Dk);
+    if (d_oc) gather_heads(c, z, d_o, d_oc, i, c.Dv);
+    gather_rows(c, z, tiles, place, i, 0, n);
+    copies_issued();
+    for (int first = 0, turn = 0; first < n; first += ROWS, turn ^= 1) {
+        copies_done();
+        __syncthreads();
+        if (first + ROWS < n) gather_rows(c, z, tiles + (turn ^ 1) * ROWS * ld, place, i, first + ROWS, n);
+        copies_issued();
+        const floatX *tile = tiles + turn * ROWS * ld, *mine = tile + warp * 16 * ld;
+        int j[2] = {first + warp * 16 + lane / 4, first + warp * 16 + lane / 4 + 8}; // the lane's two places
+        float p[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}}, ds[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}}; // 16 rows by heads 0..7 and 8..15
+        for (int k = 0; k < c.Dk; k += 16) {
+            uint32_t a[4], b[4];
+            ldmatrix(a, smem_address(mine + lane % 16 * ld + k + lane / 16 * 8));
+            ldmatrix(b, smem_address(q + (lane / 16 * 8 + lane % 8) * lq + k + lane / 8 % 2 * 8));
+            mma(p[0], a, b);
+            mma(p[1], a, b + 2);
+        }
+        for (int k = 0; k < c.Dv && d_oc; k += 16) {
+            uint32_t a[4], b[4];
+            ldmatrix(a, smem_address(mine + lane % 16 * ld + z.value_at + k + lane / 16 * 8));
+            ldmatrix(b, smem_address(d_o + (lane / 16 * 8 + lane % 8) * lo + k + lane / 8 % 2 * 8));
+            mma(ds[0], a, b);
+            mma(ds[1], a, b + 2);
+        }
+        float all[2] = {0, 0};
+        for (int t = 0; t < 2; t++)
+            for (int e = 0; e < 4; e++) {
+                float x = j[e / 2] < n ? exp2f(p[t][e] * scale - low[t][e % 2]) : 0;
+                p[t][e] = x;
+                ds[t][e] = x * (ds[t][e] - dot[t][e % 2]) * c.scale;
+                all[e / 2] += x;
+            }
+        for (int r = 0; r < 2 && mass; r++) {
+            all[r] += __shfl_xor_sync(0xffffffffu, all[r], 1);
+            all[r] += __shfl_xor_sync(0xffffffffu, all[r], 2);
+            if (quad == 0 && j[r] < n) {
+                float *to = mass + (int64_t)blockIdx.x * z.stride + j[r];
+                *to = first_heads ? all[r] : *to + all[r];
+            }
+        }
+        if (!partial) continue; // only the mass was wanted
+        uint32_t ps[4] = {pack(p[0][0], p[0][1]), pack(p[0][2], p[0][3]), pack(p[1][0], p[1][1]), pack(p[1][2], p[1][3])};
+        uint32_t g[4] = {pack(ds[0][0], ds[0][1]), pack(ds[0][2], ds[0][3]), pack(ds[1][0], ds[1][1]), pack(ds[1][2], ds[1][3])};
+        for (int r = 0; r < 2; r++)
+            for (int t = 0; t < 2; t++) *(uint32_t *)&d_s[warp * 16 + lane / 4 + r * 8][t * 8 + quad * 2] = g[t * 2 + r];
+        // what the warp's 16 rows receive, 16 columns at a time: d_s^T q to the keys, p^T d_o to the values
+        int64_t at[2];
+        for (int r = 0; r < 2; r++) at[r] = j[r] < n ? (int64_t)slot[j[r]] * z.wide : -1;
+        for (int column = 0; column < z.wide; column += 16) {
+            float y[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+            uint32_t b[4];
+            int value = column - z.value_at;
+            if (column < c.Dk) {
+                ldmatrix_trans(b, smem_address(q + lane % 16 * lq + column + lane / 16 * 8));
+                mma(y[0], g, b);
+                mma(y[1], g, b + 2);
+            }
+            if (value >= 0 && value < c.Dv) {
+                ldmatrix_trans(b, smem_address(d_o + lane % 16 * lo + value + lane / 16 * 8));
+                mma(y[0], ps, b);
+                mma(y[1], ps, b + 2);
+            }
+            // neighbours swap halves, so that a lane writes four columns together and a quad 32 bytes
+            int odd = lane & 1;
+            for (int r = 0; r < 2; r++) {
+                uint32_t own = pack(y[0][2 * r], y[0][2 * r + 1]), other = pack(y[1][2 * r], y[1][2 * r + 1]), got = __shfl_xor_sync(0xffffffffu, odd ? own : other, 1);
+                if (at[r] >= 0) *(uint2 *)(partial + at[r] + column + odd * 8 + quad / 2 * 4) = odd ? make_uint2(got, other) : make_uint2(own, got);
+            }
+        }
+        __syncthreads(); // d_s of all warps is there
+        #pragma unroll
+        for (int k = 0; k < ROWS; k += 16) {
+            uint32_t a[4], b[4];
+            ldmatrix_trans(a, smem_address(&d_s[k + lane / 16 * 8 + lane % 8][lane / 8 % 2 * 8]));
+            #pragma unroll
+            for (int t = 0; t < QT; t++) {
+                int column = (warp + 4 * t) * 16;
+                if (column >= c.Dk) break;
+                ldmatrix_trans(b, smem_address(tile + (k + lane % 16) * ld + column + lane / 16 * 8));
+                mma(dq[t][0], a, b);
+                mma(dq[t][1], a, b + 2);
+            }
+        }
+    }
+    #pragma unroll
+    for (int t = 0; t < QT && d_qrow; t++)
+        for (int half = 0; half < 2; half++)
+            for (int r = 0; r < 2; r++) {
+                int h = lane / 4 + r * 8, column = (warp + 4 * t) * 16 + half * 8 + quad * 2;
+                if (h < z.nh && column < c.Dk) *(uint32_t *)(d_qrow + ((int64_t)i * c.H + z.h0 + h) * c.Dk + column) = pack(dq[t][half][2 * r], dq[t][half][2 * r + 1]);
+            }
+}
+
+// slot_of[pair] = its rank among the sorted pairs; start[x] = the first pair of row x.
+__global__ static void ranks_kernel(const uint32_t *key, const uint32_t *pair, int32_t *slot_of, int32_t *start, int rows, int n) {
+    int x = (int)(blockIdx.x * blockDim.x + threadIdx.x), a = 0, b = n;
+    if (x < n) slot_of[pair[x]] = x;
+    if (x > rows) return;
+    while (a < b) {
+        int mid = a + (b - a) / 2;
+        if (key[mid] < (uint32_t)x) a = mid + 1;
+        else b = mid;
+    }
+    start[x] = a;
+}
+// Ranks of the pairs (query, slot) of a chunk by what stands in values (n, k), rows of each sequence: G_.slot_of, G_.list_start.
+static void gpu_ranks(const int32_t *values, int i0, int n, int k, int T, int rows, int sequences) {
+    int pairs = n * k, all = rows * sequences, bits = 1;
+    while (all >> bits) bits++;
+    pairs_kernel<<<blocks_for(pairs, BLOCK), BLOCK, 0, stream>>>(values, G_.pair_key, G_.pair, i0, T, k, rows, (uint32_t)all, pairs);
+    CUDA_CHECK(cub::DeviceRadixSort::SortPairs(G_.sort_space, G_.sort_bytes, G_.pair_key, G_.pair_key2, G_.pair, G_.pair2, pairs, 0, bits, stream));
+    ranks_kernel<<<blocks_for(max64(pairs, all + 1), BLOCK), BLOCK, 0, stream>>>(G_.pair_key2, G_.pair2, G_.slot_of, G_.list_start, all, pairs);
+}
+
+// out[row] += sum of the row's partial rows, width wide, in the order of the pairs. Columns from split on go to the second
+// place (keys and values of a group). One block a row.
+__global__ static void rows_sum_kernel(float *out, int64_t ld, int first, int split, int second, const floatX *partial, const int32_t *start, int wide) {
+    __shared__ float sums[BLOCK * 8];
+    int parts = wide / 8, groups = BLOCK / parts, group = (int)threadIdx.x / parts, part = (int)threadIdx.x % parts, from = start[blockIdx.x], to = start[blockIdx.x + 1];
+    if (from == to) return;
+    float v[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+    if (group < groups) {
+        #pragma unroll 4
+        for (int r = from + group; r < to; r += groups) {
+            float x[8];
+            load<8>(x, partial + (int64_t)r * wide + part * 8);
+            #pragma unroll
+            for (int e = 0; e < 8; e++) v[e] += x[e];
+        }
+        for (int e = 0; e < 8; e++) sums[group * wide + part * 8 + e] = v[e];
+    }
+    __syncthreads();
+    for (int x = threadIdx.x; x < wide; x += BLOCK) {
+        float s = 0;
+        for (int u = 0; u < groups; u++) s += sums[u * wide + x];
+        out[blockIdx.x * ld + (x < split ? first + x : second + x - split)] += s;
+    }
+}
+
+// ---- the indexer's KL over the chosen candidates
+
+enum { KL_THREADS = 128, KL_TILE = 64 };
+typedef struct { const float *mass; float *row_kl, *d_w, *d_q, scale, teachers; } Teach; // mass: (queries, k) of the teacher on each chosen slot
+
+// score [n] becomes dI = scale (softmax(score) - p), p = mass / total; returns the KL to all threads of the block. The caller puts a
+// barrier between its writes of score and this, and between this and reads of dI by other threads. Logarithms, never a ratio: softmax may be 0.
+__device__ static float scores_to_gradients(float *score, const float *mass, int n, float total, float scale, float *shared) {
+    float top = -INFINITY, sum = 0, kl = 0;
+    for (int j = threadIdx.x; j < n; j += blockDim.x) top = fmaxf(top, score[j]);
+    top = block_max(top, shared);
+    for (int j = threadIdx.x; j < n; j += blockDim.x) sum += expf(score[j] - top);
+    float log_sum = logf(block_sum(sum, shared));
+    for (int j = threadIdx.x; j < n; j += blockDim.x) {
+        float p = mass[j] / total, log_soft = score[j] - top - log_sum;
+        if (p > 0) kl += p * (logf(p) - log_soft);
+        score[j] = scale * (expf(log_soft) - p);
+    }
+    return block_sum(kl, shared);
+}
+
+// Chosen slots of a query and the sum of their mass, to all threads of the block. chosen [k] gets the candidates.
+__device__ static int slots_of_query(const int32_t *sel, const float *mass, int k, int32_t *chosen, float *total, float *shared) {
+    float n = 0, sum = 0; // at most 4096 slots: exact in float
+    for (int j = threadIdx.x; j < k; j += blockDim.x) {
+        int e = sel[j];
+        chosen[j] = e;
+        if (e >= 0) {
+            n += 1;
+            sum += mass[j];
+        }
+    }
+    n = block_sum(n, shared);
+    *total = block_sum(sum, shared);
+    return (int)n;
+}
+
+// Byte offset of a 16-byte chunk in a tile of rows of ROW bytes (32, 64, 128 or 256).
+template <int ROW> __device__ static uint32_t swizzle(int row, int chunk) {
+    constexpr int rows_a_line = ROW < 128 ? 128 / ROW : 1, chunks = ROW < 128 ? ROW / 16 : 8;
+    return (uint32_t)(row * ROW + (chunk ^ (row / rows_a_line & (chunks - 1))) * 16);
+}
+
+// Key rows chosen[first..first+64) to shared memory; zeros behind slot n.
+template <int DI> __device__ static void gather_tile(uint32_t to, const floatX *keys, const int32_t *chosen, int first, int n) {
+    #pragma unroll
+    for (int u = 0; u < KL_TILE * (DI / 8) / KL_THREADS; u++) {
+        int x = (int)threadIdx.x + u * KL_THREADS, row = x / (DI / 8), chunk = x % (DI / 8), take = first + row < n;
+        const floatX *from = keys + (take ? (int64_t)chosen[first + row] * DI + chunk * 8 : 0);
+        copy_16(to + swizzle<DI * 2>(row, chunk), from, take);
+    }
+}
+
+// Dynamic shared memory in bytes: two key tiles, Q, d_X of a tile, scores, candidates.
+static size_t indexer_kl_bytes(int HP, int DI, int k) {
+    size_t slots = (size_t)(k + KL_TILE - 1) / KL_TILE * KL_TILE, heads = HP < 16 ? 16 : (size_t)HP;
+    return 2 * KL_TILE * (size_t)DI * 2 + heads * (size_t)DI * 2 + KL_TILE * heads * 2 + slots * 8;
+}
+
+// The indexer's KL of query i0 + blockIdx.x over its chosen candidates (see indexer_kl() in train_cpu.c), and with LEARN its
+// gradients: y.d_q, y.d_w added to; what each chosen key receives goes to rows, DI wide, at the place slot_of says.
+// Sweep 1 takes X^T = K Q^T (16 keys a warp) and keeps only the scores; sweep 2 takes X again: the same instructions
+// give the same bits, so the mask [X > 0] is that of the loss. The accumulators of X^T have, lane for lane, the layout of the left operand
+// of d_K = d_X^T Q. The other product, d_Q += d_X K, sums over all keys, so d_X goes through shared memory and each
+// warp owns DI / 4 columns. Rows in shared memory are swizzled: eight neighbours at one chunk touch all banks.
+// HP: heads padded to 8, 16, 32 or 64. slot_of, rows and y.mass belong to the chunk.
+template <int HP, int DI, int LEARN> __global__ static void __launch_bounds__(KL_THREADS, HP * DI >= 4096 ? (HP == 64 ? 2 : 3) : HP == 64 ? 3 : 4)
+indexer_kl_kernel(Core c, Teach y, const int32_t *slot_of, floatX *rows, int i0) {
+    constexpr int NT = HP / 8, HQ = HP < 16 ? 16 : HP, MT = HQ / 16, DT = DI / 32; // tiles of 8 heads, of 16 heads, of 8 columns a warp
+    extern __shared__ __align__(128) unsigned char smem[];
+    __shared__ __align__(16) float shared[32], weight[HP], d_weight[KL_THREADS / 32][HP];
+    int slots = (c.k + KL_TILE - 1) / KL_TILE * KL_TILE, tid = (int)threadIdx.x, warp = tid / 32, lane = tid % 32, quad = lane % 4, hidden;
+    unsigned char *q_tile = smem + 2 * KL_TILE * DI * 2, *g_tile = q_tile + HQ * DI * 2;
+    float *score = (float *)(g_tile + KL_TILE * HQ * 2), total;
+    int32_t *chosen = (int32_t *)(score + slots);
+    uint32_t key_at = smem_address(smem), q_at = smem_address(q_tile), g_at = smem_address(g_tile);
+    int64_t i = i0 + (int64_t)blockIdx.x, base = i / c.T * c.n_cand;
+    const floatX *keys = c.k_index + base * DI, *q = c.q_index + i * c.HI * DI;
+    const float *mass = y.mass + (int64_t)blockIdx.x * c.k;
+    const int32_t *slot_of_i = slot_of + (int64_t)blockIdx.x * c.k;
+
+    int n = slots_of_query(c.sel + i * c.k, mass, c.k, chosen, &total, shared);
+    if (n == 0 || total <= 0) { // no loss; but its rows are in the list that will be summed
+        for (int x = tid; x < n * (DI / 4) && LEARN; x += KL_THREADS) *(uint2 *)(rows + (int64_t)slot_of_i[x / (DI / 4)] * DI + x % (DI / 4) * 4) = make_uint2(0, 0);
+        return;
+    }
+    for (int x = tid; x < HQ * (DI / 8); x += KL_THREADS) {
+        int h = x / (DI / 8), chunk = x % (DI / 8);
+        copy_16(q_at + swizzle<DI * 2>(h, chunk), h < c.HI ? q + h * DI + chunk * 8 : q, h < c.HI);
+    }
+    if (tid < HP) weight[tid] = tid < c.HI ? c.w_index[i * c.HI + tid] : 0;
+    if (HP < 16 && tid < KL_TILE) *(uint4 *)(g_tile + swizzle<HQ * 2>(tid, 1)) = make_uint4(0, 0, 0, 0); // heads 8..15 that nobody has
+    for (int j = n + tid; j < slots; j += KL_THREADS) score[j] = 0;                                     // dI behind the last slot
+
+    int tiles = (n + KL_TILE - 1) / KL_TILE, steps = LEARN ? 2 * tiles : tiles;
+    float dq[MT][DT][4], dw[NT][2];
+    for (int m = 0; m < MT; m++)
+        for (int t = 0; t < DT; t++)
+            for (int e = 0; e < 4; e++) dq[m][t][e] = 0;
+    for (int t = 0; t < NT; t++) dw[t][0] = dw[t][1] = 0;
+
+    gather_tile<DI>(key_at, keys, chosen, 0, n);
+    copies_issued();
+    for (int step = 0;; step++) {
+        // This barrier shows tile "step" to all warps, and says that all are done with the other buffer and with d_X of the step before.
+        copies_done();
+        __syncthreads();
+        int learn = step >= tiles, tile = learn ? step - tiles : step, next = step + 1 < tiles ? step + 1 : step + 1 - tiles;
+        if (step + 1 < steps) gather_tile<DI>(key_at + (step + 1) % 2 * (KL_TILE * DI * 2), keys, chosen, next * KL_TILE, n);
+        copies_issued();
+        if (step == tiles) {
+            float kl = scores_to_gradients(score, mass, n, total, y.scale, shared);
+            if (tid == 0) y.row_kl[i] += kl / y.teachers;
+            __syncthreads();
+        }
+        if (step == steps) break;
+        // Some fifty shared-memory addresses depend on the lane alone. The compiler would keep them all in registers over the loop, and spill;
+        // a thread number that it cannot see through makes it compute them where they are used.
+        asm volatile("mov.b32 %0, %1;" : "=r"(hidden) : "r"(tid));
+        lane = hidden % 32, warp = hidden / 32, quad = hidden % 4;
+        uint32_t tile_at = key_at + step % 2 * (KL_TILE * DI * 2);
+        int row = warp * 16 + lane / 4, j0 = tile * KL_TILE + row, j1 = j0 + 8, at0 = 0, at1 = 0; // the lane's two slots, and where d_k of them goes
+        if (LEARN && learn) {
+            if (j0 < n) at0 = slot_of_i[j0];
+            if (j1 < n) at1 = slot_of_i[j1];
+        }
+
+        // X^T of the warp's 16 keys: x[t] = keys (lane/4, +8) by heads 8t + 2 quad + {0,1}
+        float x[NT][4];
+        for (int t = 0; t < NT; t++)
+            for (int e = 0; e < 4; e++) x[t][e] = 0;
+        #pragma unroll
+        for (int s = 0; s < DI / 32; s++) {
+            uint32_t a[2][4], b[4];
+            ldmatrix(a[0], tile_at + swizzle<DI * 2>(warp * 16 + lane % 16, 4 * s + lane / 16));
+            ldmatrix(a[1], tile_at + swizzle<DI * 2>(warp * 16 + lane % 16, 4 * s + 2 + lane / 16));
+            #pragma unroll
+            for (int t = 0; t < NT; t++) {
+                ldmatrix(b, q_at + swizzle<DI * 2>(t * 8 + lane % 8, 4 * s + lane / 8));
+                mma(x[t], a[0], b);
+                mma(x[t], a[1], b + 2);
+            }
+        }
+        if (!learn) {
+            float s0 = 0, s1 = 0;
+            #pragma unroll
+            for (int t = 0; t < NT; t++) {
+                float2 w = *(float2 *)(weight + t * 8 + quad * 2);
+                s0 += w.x * fmaxf(x[t][0], 0.0f) + w.y * fmaxf(x[t][1], 0.0f);
+                s1 += w.x * fmaxf(x[t][2], 0.0f) + w.y * fmaxf(x[t][3], 0.0f);
+            }
+            for (int o = 1; o < 4; o *= 2) { // the four lanes of a quad hold different heads
+                s0 += __shfl_xor_sync(0xffffffffu, s0, o);
+                s1 += __shfl_xor_sync(0xffffffffu, s1, o);
+            }
+            if (quad == 0 && j0 < n) score[j0] = s0;
+            if (quad == 0 && j1 < n) score[j1] = s1;
+            continue;
+        }
+        if (!LEARN) continue;
+
+        // d_X^T, in floatX: to shared memory for d_Q, and in registers as the left operand of d_K
+        uint32_t g[MT][4];
+        float g0 = score[j0], g1 = score[j1];
+        if (HP < 16) g[0][2] = g[0][3] = 0;
+        #pragma unroll
+        for (int t = 0; t < NT; t++) {
+            float2 w = *(float2 *)(weight + t * 8 + quad * 2);
+            dw[t][0] += g0 * fmaxf(x[t][0], 0.0f) + g1 * fmaxf(x[t][2], 0.0f);
+            dw[t][1] += g0 * fmaxf(x[t][1], 0.0f) + g1 * fmaxf(x[t][3], 0.0f);
+            uint32_t lo = pack(x[t][0] > 0 ? g0 * w.x : 0, x[t][1] > 0 ? g0 * w.y : 0);
+            uint32_t hi = pack(x[t][2] > 0 ? g1 * w.x : 0, x[t][3] > 0 ? g1 * w.y : 0);
+            *(uint32_t *)(g_tile + swizzle<HQ * 2>(row, t) + quad * 4) = lo;
+            *(uint32_t *)(g_tile + swizzle<HQ * 2>(row + 8, t) + quad * 4) = hi;
+            g[t / 2][t % 2 * 2] = lo;
+            g[t / 2][t % 2 * 2 + 1] = hi;
+        }
+
+        // d_K rows of the warp's 16 keys, 16 columns at a time. A lane has two columns of each half; neighbours swap, so that the even lane gets
+        // four of the first half and the odd lane four of the second: 16-byte writes, 64 bytes in a row from the four lanes of a quad.
+        #pragma unroll 2
+        for (int t = 0; t < DI / 16; t++) {
+            float y[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+            #pragma unroll
+            for (int m = 0; m < MT; m++) {
+                uint32_t b[4];
+                ldmatrix_trans(b, q_at + swizzle<DI * 2>(m * 16 + lane % 16, 2 * t + lane / 16));
+                mma(y[0], g[m], b);
+                mma(y[1], g[m], b + 2);
+            }
+            int odd = lane & 1, column = t * 16 + odd * 8 + quad / 2 * 4;
+            #pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float *own = y[0] + 2 * half, *other = y[1] + 2 * half;
+                float u = __shfl_xor_sync(0xffffffffu, odd ? own[0] : other[0], 1), v = __shfl_xor_sync(0xffffffffu, odd ? own[1] : other[1], 1);
+                float4 four = odd ? make_float4(u, v, other[0], other[1]) : make_float4(own[0], own[1], u, v);
+                if ((half ? j1 : j0) >= n) continue;
+                int64_t at = half ? at1 : at0;
+                *(uint2 *)(rows + at * DI + column) = make_uint2(pack(four.x, four.y), pack(four.z, four.w));
+            }
+        }
+
+        // d_Q[heads, the warp's columns] += d_X [heads, 64 keys] K [64 keys, columns]; both operands lie key-major: transposed loads
+        __syncthreads();
+        #pragma unroll
+        for (int s = 0; s < KL_TILE / 32; s++) {
+            uint32_t b[DT][4];
+            #pragma unroll
+            for (int t = 0; t < DT; t++) ldmatrix_trans(b[t], tile_at + swizzle<DI * 2>(s * 32 + lane, warp * DT + t));
+            #pragma unroll
+            for (int v = 0; v < 2; v++)
+                #pragma unroll
+                for (int m = 0; m < MT; m++) {
+                    uint32_t a[4];
+                    ldmatrix_trans(a, g_at + swizzle<HQ * 2>(s * 32 + v * 16 + lane / 16 * 8 + lane % 8, 2 * m + lane / 8 % 2));
+                    #pragma unroll
+                    for (int t = 0; t < DT; t++) mma(dq[m][t], a, b[t] + 2 * v);
+                }
+        }
+    }
+    if constexpr (LEARN) {
+        #pragma unroll
+        for (int m = 0; m < MT; m++)
+            #pragma unroll
+            for (int t = 0; t < DT; t++) {
+                int h = m * 16 + lane / 4;
+                float2 *to = (float2 *)(y.d_q + (i * c.HI + h) * DI + (warp * DT + t) * 8 + quad * 2);
+                if (h < c.HI) *to = make_float2(to->x + dq[m][t][0], to->y + dq[m][t][1]);
+                if (h + 8 < c.HI) to[4 * DI] = make_float2(to[4 * DI].x + dq[m][t][2], to[4 * DI].y + dq[m][t][3]);
+            }
+        #pragma unroll
+        for (int t = 0; t < NT; t++)
+            #pragma unroll
+            for (int e = 0; e < 2; e++) {
+                float v = dw[t][e]; // lanes 4 apart hold other keys of the same heads
+                for (int o = 4; o < 32; o *= 2) v += __shfl_xor_sync(0xffffffffu, v, o);
+                if (lane < 4) d_weight[warp][t * 8 + quad * 2 + e] = v;
+            }
+        __syncthreads();
+        if (tid < c.HI) {
+            float v = 0;
+            for (int u = 0; u < KL_THREADS / 32; u++) v += d_weight[u][tid];
+            y.d_w[i * c.HI + tid] += v;
+        }
+    }
+}
+
+// What one block needs of shared memory, and whether the kernels have instances for the layer's sizes.
+static size_t forward_bytes(const Layer *l, int wide) { return (size_t)(HEADS * (l->Dk + PAD) + 2 * ROWS * (wide + PAD)) * sizeof(floatX); }
+static size_t backward_bytes(const Layer *l, int wide) { return forward_bytes(l, wide) + (size_t)(HEADS * (l->Dv + PAD)) * sizeof(floatX); }
+static int share_width(const Layer *l) { return (int)(l->G == 1 && l->v_off == 0 ? l->Dk : l->Dk + l->Dv); }
+static int fast_core(const Model *g, const Layer *l) {
+    const Config *c = &g->c;
+    int wide = share_width(l), teach = kl_teachers(g, l) > 0;
+    int sizes = l->Dk % 16 == 0 && l->Dv % 32 == 0 && l->Dk <= 576 && l->R % 8 == 0 && l->v_off % 8 == 0 && backward_bytes(l, wide) <= 220 * 1024;
+    int index = !teach || (!attends_to_all(g, l) && (c->DI == 32 || c->DI == 64 || c->DI == 128) && indexer_kl_bytes(64, (int)c->DI, (int)c->topk) < 220 * 1024);
+    return sizes && index;
+}
+
+enum { PARTIAL_VALUES = 1 << 29 }; // of the buffer of partial rows: they bound the queries of a chunk
+
+// Slots of a query in the support of a layer, and queries of a chunk.
+static int64_t fast_stride(const Model *g, const Layer *l) { return is_mla(l->letter) && !attends_to_all(g, l) ? g->c.topk : layer_support(g, l, attends_to_all(g, l)); }
+static int64_t fast_queries(const Model *g, const Layer *l) {
+    int64_t wide = max64(share_width(l), l->source >= 0 ? g->c.DI : 0);
+    return max64(1, min64(g->N, PARTIAL_VALUES / (fast_stride(g, l) * wide)));
+}
+
+// The heads of a KV row group, at most 16, from h0 on; z.place is set by the caller.
+static Share share_of(const Model *g, const Layer *l, int64_t h0) {
+    Share z;
+    int64_t hg = g->c.H / l->G, group = h0 / hg, inside = share_width(l) == l->Dk;
+    z.h0 = (int)h0;
+    z.nh = (int)min64(HEADS, (group + 1) * hg - h0);
+    z.key = (int)(group * l->Dk);
+    z.value = (int)(l->v_off + group * l->Dv);
+    z.wide = share_width(l);
+    z.value_at = inside ? 0 : (int)l->Dk;
+    z.stride = (int)fast_stride(g, l);
+    z.place = NULL;
+    return z;
+}
+
+// KV rows of the supports of queries i0 .. i0 + n: where candidates are rows, the selection itself.
+static const int32_t *fast_places(const Core &c, const Layer *l, int i0, int n) {
+    if (is_mla(l->letter) && !c.all) return c.sel + (int64_t)i0 * c.k;
+    place_kernel<<<(unsigned)n, BLOCK, 0, stream>>>(c, G_.place, i0);
+    return G_.place;
+}
+
+template <int VT> static void launch_forward(const Core &c, const Layer *l, const Share &z, int i0, int n) {
+    size_t bytes = forward_bytes(l, z.wide);
+    CUDA_CHECK(cudaFuncSetAttribute(sparse_forward_kernel<VT>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    sparse_forward_kernel<VT><<<dim3((unsigned)n, (unsigned)(c.Dv / (VT * 16))), QUERY_THREADS, bytes, stream>>>(c, z, X(l->oc), l->lse, i0);
+}
+// partial NULL: only the mass.
+template <int QT> static void launch_backward(const Core &c, const Layer *l, const Share &z, floatX *d_qrow, floatX *partial, float *mass, const floatX *d_oc, int i0, int n) {
+    size_t bytes = backward_bytes(l, z.wide);
+    CUDA_CHECK(cudaFuncSetAttribute(sparse_backward_kernel<QT>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    sparse_backward_kernel<QT><<<(unsigned)n, QUERY_THREADS, bytes, stream>>>(c, z, d_qrow, partial, G_.slot_of, mass, z.h0 == 0, d_oc, l->lse, G_.delta, i0);
+}
+static void gpu_sparse_backward(const Core &c, const Layer *l, const Share &z, floatX *d_qrow, floatX *partial, float *mass, const floatX *d_oc, int i0, int n) {
+    int tiles = (c.Dk + 63) / 64;
+    if (tiles <= 1) launch_backward<1>(c, l, z, d_qrow, partial, mass, d_oc, i0, n);
+    else if (tiles <= 2) launch_backward<2>(c, l, z, d_qrow, partial, mass, d_oc, i0, n);
+    else if (tiles <= 3) launch_backward<3>(c, l, z, d_qrow, partial, mass, d_oc, i0, n);
+    else if (tiles <= 5) launch_backward<5>(c, l, z, d_qrow, partial, mass, d_oc, i0, n);
+    else launch_backward<9>(c, l, z, d_qrow, partial, mass, d_oc, i0, n);
+}
+
+template <int HP, int DI> static void launch_kl(const Core &c, const Teach &y, int learn, int i0, int n) {
+    size_t bytes = indexer_kl_bytes(HP, DI, c.k);
+    if (learn) {
+        CUDA_CHECK(cudaFuncSetAttribute(indexer_kl_kernel<HP, DI, 1>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+        indexer_kl_kernel<HP, DI, 1><<<(unsigned)n, KL_THREADS, bytes, stream>>>(c, y, G_.slot_of, G_.partial_rows, i0);
+    } else {
+        CUDA_CHECK(cudaFuncSetAttribute(indexer_kl_kernel<HP, DI, 0>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+        indexer_kl_kernel<HP, DI, 0><<<(unsigned)n, KL_THREADS, bytes, stream>>>(c, y, NULL, NULL, i0);
+    }
+}
+template <int DI> static void launch_kl_heads(const Core &c, const Teach &y, int learn, int i0, int n) {
+    if (c.HI <= 8) launch_kl<8, DI>(c, y, learn, i0, n);
+    else if (c.HI <= 16) launch_kl<16, DI>(c, y, learn, i0, n);
+    else if (c.HI <= 32) launch_kl<32, DI>(c, y, learn, i0, n);
+    else launch_kl<64, DI>(c, y, learn, i0, n);
+}
+
+// mass[q, j] of the teacher on chosen candidate j, from the mass on every place of the support. One block a query.
+__global__ static void teacher_mass_kernel(Core c, float *mass, const float *place_mass, int stride, int i0) {
+    Span s = gpu_span(c, i0 + (int)blockIdx.x);
+    for (int j = threadIdx.x; j < s.n_cand; j += blockDim.x) {
+        float best = 0;
+        for (int u = 0; u < c.unit; u++) best = fmaxf(best, place_mass[(int64_t)blockIdx.x * stride + s.first + j * c.unit + u]);
+        mass[(int64_t)blockIdx.x * c.k + j] = best;
+    }
+}
+
+// The KL of queries i0 .. i0 + n, whose mass by place stands in G_.mass; the ranks of the places are those of candidates
+// where candidates are rows.
+static void fast_indexer_kl(Model *g, const Layer *l, const Core &c, int learn, int i0, int n) {
+    float teachers = (float)kl_teachers(g, l);
+    Teach y = {G_.mass, g->row_kl, g->d_wi, g->d_qi, (float)g->kl_scale / teachers, teachers};
+    if (c.n_cand == 0) return; // a row shorter than one pool
+    if (!is_mla(l->letter)) {
+        teacher_mass_kernel<<<(unsigned)n, BLOCK, 0, stream>>>(c, G_.candidate_mass, G_.mass, c.support, i0);
+        y.mass = G_.candidate_mass;
+        if (learn) gpu_ranks(c.sel + (int64_t)i0 * c.k, i0, n, c.k, c.T, c.n_cand, (int)g->B);
+    }
+    if (c.DI == 32) launch_kl_heads<32>(c, y, learn, i0, n);
+    else if (c.DI == 64) launch_kl_heads<64>(c, y, learn, i0, n);
+    else launch_kl_heads<128>(c, y, learn, i0, n);
+    if (learn) rows_sum_kernel<<<(unsigned)(g->B * c.n_cand), BLOCK, 0, stream>>>(g->d_ki, c.DI, 0, c.DI, 0, G_.partial_rows, G_.list_start, c.DI);
+}
+
+static void fast_forward(Model *g, Layer *l, int teach) {
+    Core c = core_of(g, l);
+    int chunk = (int)fast_queries(g, l), end = (int)(g->r0 + g->nr);
+    for (int i0 = (int)g->r0, n; i0 < end; i0 += n) {
+        n = min(chunk, end - i0);
+        const int32_t *place = fast_places(c, l, i0, n);
+        for (int h0 = 0; h0 < c.H;) {
+            Share z = share_of(g, l, h0);
+            z.place = place;
+            if (c.Dv % 256 == 0) launch_forward<16>(c, l, z, i0, n);
+            else if (c.Dv % 128 == 0) launch_forward<8>(c, l, z, i0, n);
+            else if (c.Dv % 64 == 0) launch_forward<4>(c, l, z, i0, n);
+            else launch_forward<2>(c, l, z, i0, n);
+            h0 += z.nh;
+        }
+        for (int h0 = 0; h0 < c.H && teach;) {
+            Share z = share_of(g, l, h0);
+            z.place = place;
+            gpu_sparse_backward(c, l, z, NULL, NULL, G_.mass, NULL, i0, n);
+            h0 += z.nh;
+        }
+        if (teach) fast_indexer_kl(g, l, c, 0, i0, n);
+    }
+}
+
+static void fast_backward(Model *g, Layer *l, int teach) {
+    Core c = core_of(g, l);
+    int chunk = (int)fast_queries(g, l);
+    for (int i0 = 0, n; i0 < c.N; i0 += n) {
+        n = min(chunk, c.N - i0);
+        const int32_t *place = fast_places(c, l, i0, n);
+        gpu_ranks(place, i0, n, (int)fast_stride(g, l), c.T, c.n_rows, (int)g->B);
+        for (int h0 = 0; h0 < c.H;) {
+            Share z = share_of(g, l, h0);
+            z.place = place;
+            gpu_sparse_backward(c, l, z, X(g->d_qrow), G_.partial_rows, teach ? G_.mass : NULL, X(g->d_oc), i0, n);
+            rows_sum_kernel<<<(unsigned)(g->B * l->n_rows), BLOCK, 0, stream>>>(g->d_rows, l->R, z.key, z.value_at ? c.Dk : z.wide, z.value, G_.partial_rows, G_.list_start, z.wide);
+            h0 += z.nh;
+        }
+        if (teach) fast_indexer_kl(g, l, c, 1, i0, n);
+    }
+}
+#endif
+
 // The core of a layer: oc and lse from qrow and rows.
 static void gpu_core_forward(Model *g, Layer *l) {
     int teach = !g->learning && g->training && kl_teachers(g, l);
     if (is_mla(l->letter) && attends_to_all(g, l)) gpu_dense_attention(g, l, teach, 0);
+    else if (fast_core(g, l)) fast_forward(g, l, teach);
     else gpu_support_forward(g, l, teach);
 }
 
@@ -1193,10 +1939,10 @@ static void gpu_core_forward(Model *g, Layer *l) {
 static void gpu_core_backward(Model *g, Layer *l) {
     Core c = core_of(g, l);
     int teach = g->kl_scale != 0 && kl_teachers(g, l);
-    if (!c.all) gpu_inverse_lists(c.sel, g->N, c.k, g->T, c.n_cand);
     CUDA_CHECK(cudaMemsetAsync(g->d_rows, 0, (size_t)(g->B * l->n_rows * l->R) * sizeof(float), stream));
     delta_kernel<<<blocks_for((int64_t)c.N * c.H * WARP, BLOCK), BLOCK, 0, stream>>>(c, G_.delta, g->d_sink, X(g->d_oc), X(l->oc), l->lse, c.N * c.H);
     if (is_mla(l->letter) && attends_to_all(g, l)) gpu_dense_attention(g, l, teach, 1);
+    else if (fast_core(g, l)) fast_backward(g, l, teach);
     else gpu_support_backward(g, l, teach);
 }
 
@@ -1668,34 +2414,45 @@ static void gpu_block_backward(Model *g, Layer *l) {
     gpu_rmsnorm_backward(plain_rows(dx, C), 1, grad(g, l->input_norm), plain_rows(dxn, C), l->rstd, plain_rows(X(l->x), C), param(g, l->input_norm), 0, N, C, T);
 }
 
-// Loss, hit and (learning) gradient of one row of logits, in place. One block a row; the padding takes no part.
+// The better of two (logit, token): the larger, of equals the first token. NaN loses.
+__device__ static void keep_better(float *top, int *at, float other, int where) {
+    if (other > *top || (other == *top && where < *at)) { *top = other; *at = where; }
+}
+
+// Loss, hit and (learning) gradient of one row of logits, in place. One block a row, eight logits a thread at a time
+// (Vp is a multiple of 64); one pass finds the largest and the sum of exponentials, one writes. The padding takes no part.
 __global__ static void classifier_kernel(floatX *logits, const int32_t *targets, float *row_loss, int32_t *row_hit, int64_t V, int64_t Vp, float loss_scale, int learn) {
     __shared__ float shared[BLOCK / WARP];
     __shared__ int best[BLOCK / WARP];
     floatX *z = logits + blockIdx.x * Vp;
-    float top = -INFINITY, sum = 0;
+    float top = -INFINITY, sum = 0, x[8];
     int32_t target = targets[blockIdx.x];
     int at = (int)V;
-    for (int v = threadIdx.x; v < V; v += blockDim.x)
-        if ((float)z[v] > top) { top = (float)z[v]; at = v; }
-    for (int o = 16; o > 0; o /= 2) { // the largest, and of equals the first
-        float other = __shfl_xor_sync(0xffffffffu, top, o);
-        int where = __shfl_xor_sync(0xffffffffu, at, o);
-        if (other > top || (other == top && where < at)) { top = other; at = where; }
+    for (int v = threadIdx.x * 8; v < V; v += BLOCK * 8) {
+        float before = top;
+        load<8>(x, z + v);
+        for (int k = 0; k < 8; k++)
+            if (v + k < V) keep_better(&top, &at, x[k], v + k);
+        sum *= before == top ? 1 : expf(before - top);
+        for (int k = 0; k < 8; k++) sum += v + k < V ? expf(x[k] - top) : 0;
     }
+    float mine = top;
+    for (int o = 16; o > 0; o /= 2) keep_better(&top, &at, __shfl_xor_sync(0xffffffffu, top, o), __shfl_xor_sync(0xffffffffu, at, o));
     if (threadIdx.x % WARP == 0) { shared[threadIdx.x / WARP] = top; best[threadIdx.x / WARP] = at; }
     __syncthreads();
-    for (int w = 0; w < BLOCK / WARP; w++)
-        if (shared[w] > top || (shared[w] == top && best[w] < at)) { top = shared[w]; at = best[w]; }
+    for (int w = 0; w < BLOCK / WARP; w++) keep_better(&top, &at, shared[w], best[w]);
     float want = target >= 0 ? (float)z[target] : 0;
-    for (int v = threadIdx.x; v < V; v += blockDim.x) sum += expf((float)z[v] - top);
-    sum = block_sum(sum, shared); // its barriers also come between reading z[target] and overwriting it
+    sum = block_sum(mine == -INFINITY ? sum : sum * expf(mine - top), shared); // its barriers also come between reading z[target] and overwriting it
     if (threadIdx.x == 0) {
         row_loss[blockIdx.x] = target < 0 ? 0 : logf(sum) + top - want;
         row_hit[blockIdx.x] = at == target;
     }
     if (!learn) return;
-    for (int v = threadIdx.x; v < Vp; v += blockDim.x) z[v] = (floatX)(target < 0 || v >= V ? 0 : loss_scale * (expf((float)z[v] - top) / sum - (v == target)));
+    for (int v = threadIdx.x * 8; v < Vp; v += BLOCK * 8) {
+        load<8>(x, z + v);
+        for (int k = 0; k < 8; k++) x[k] = target < 0 || v + k >= V ? 0 : loss_scale * (expf(x[k] - top) / sum - (v + k == target));
+        store<8>(z + v, x);
+    }
 }
 
 static void gpu_classifier(Model *g) {
@@ -1965,26 +2722,46 @@ static void gpu_from_host(Model *m) {
 }
 
 // Scratch that both models use: as large as the larger needs.
-typedef struct { int64_t space, kl_space, place, pairs, starts, rows, delta, wide; } Needs;
+typedef struct { int64_t space, kl_space, place, pairs, lists, starts, delta, wide, slots, partial, chosen; } Needs;
 static void gpu_needs(Needs *x, const Model *g) {
     const Config *c = &g->c;
     int64_t longest = 1, cand = 0; // a chunk holds at least one query of the longest support, at most about half a gibibyte
     x->wide = max64(x->wide, max64(max64(c->C, c->q_lora), max64(c->F, c->kv_lora + c->rope)));
     for (int64_t i = 0; i < c->L; i++) {
         const Layer *l = &g->layers[i];
-        int all = l->all || c->warmup_dense > 0;
-        longest = max64(longest, layer_support(g, l, all));
-        cand = max64(cand, l->source >= 0 ? (all ? max64(l->n_cand, 1) : c->topk) : 0);
-        x->starts = max64(x->starts, g->B * l->n_cand + 1);
+        for (int dense = 0; dense <= (c->warmup_dense > 0); dense++) { // what the layer needs in each stage
+            Model stage = *g;
+            stage.dense = dense;
+            int all = attends_to_all(&stage, l);
+            if (is_mla(l->letter) ? all : !fast_core(&stage, l)) {
+                longest = max64(longest, layer_support(g, l, all));
+                cand = max64(cand, l->source >= 0 ? (all ? max64(l->n_cand, 1) : c->topk) : 0);
+            }
+            if (is_mla(l->letter) && all) continue;
+            if (fast_core(&stage, l)) {
+                int64_t slots = fast_queries(&stage, l) * fast_stride(&stage, l);
+                x->slots = max64(x->slots, slots);
+                x->place = max64(x->place, slots);
+                x->pairs = max64(x->pairs, slots);
+                x->partial = max64(x->partial, slots * max64(share_width(l), l->source >= 0 ? c->DI : 0));
+                if (l->source >= 0) x->chosen = max64(x->chosen, fast_queries(&stage, l) * c->topk);
+            } else {
+                longest = max64(longest, layer_support(g, l, all));
+                cand = max64(cand, l->source >= 0 ? (all ? max64(l->n_cand, 1) : c->topk) : 0);
+                x->lists = max64(x->lists, g->N * c->topk);
+            }
+        }
+        x->starts = max64(x->starts, g->B * l->n_rows + 1);
         x->wide = max64(x->wide, max64(l->R, c->H));
     }
     int64_t least = max64(2 * c->H * longest, c->HI * cand);
     x->space = max64(x->space, max64(least, min64(g->N * c->H * longest, (int64_t)1 << 27)));
     x->kl_space = max64(x->kl_space, max64(c->HI * cand, min64(g->N * c->HI * cand, (int64_t)1 << 27)));
+    x->place = max64(x->place, x->space / c->H);
     x->starts = max64(x->starts, c->V + 1);
-    x->pairs = max64(x->pairs, g->N * c->topk);
+    x->lists = max64(x->lists, g->N);
+    x->pairs = max64(x->pairs, x->lists);
     x->delta = max64(x->delta, g->N * c->H);
-    x->rows = max64(x->rows, g->N);
 }
 
 // All device memory: the plan of train_cpu.c for training (unless rows only) and for generation, then what only this
@@ -2019,7 +2796,8 @@ static void gpu_plan_walk(Arena *a) {
     name = "attention of a chunk of queries";
     G_.probs = plan_real(a, name, x.space);
     G_.ds = plan_real(a, name, x.space);
-    G_.place = plan_int(a, name, x.space / c->H);
+    G_.place = plan_int(a, name, x.place);
+    G_.mass = plan_real(a, name, x.slots);
     G_.target = plan_real(a, name, x.kl_space / c->HI);
     G_.dots = plan_real(a, name, x.kl_space);
     name = "sums, inverse lists, optimizer";
@@ -2027,15 +2805,17 @@ static void gpu_plan_walk(Arena *a) {
         G_.delta = plan_real(a, name, x.delta);
         G_.partial = plan_real(a, name, ROW_PARTS * x.wide);
         G_.index_grads = (floatX *)plan_take(a, name, (size_t)(g->N * c->HI * (c->DI + 1)) * sizeof(floatX));
-        int64_t pairs = max64(x.pairs, x.rows);
-        G_.pair_key = (uint32_t *)plan_int(a, name, pairs);
-        G_.pair_key2 = (uint32_t *)plan_int(a, name, pairs);
-        G_.pair = (uint32_t *)plan_int(a, name, pairs);
-        G_.pair2 = (uint32_t *)plan_int(a, name, pairs);
-        G_.list = (int2 *)plan_int(a, name, 2 * pairs);
+        G_.pair_key = (uint32_t *)plan_int(a, name, x.pairs);
+        G_.pair_key2 = (uint32_t *)plan_int(a, name, x.pairs);
+        G_.pair = (uint32_t *)plan_int(a, name, x.pairs);
+        G_.pair2 = (uint32_t *)plan_int(a, name, x.pairs);
+        G_.list = (int2 *)plan_int(a, name, 2 * x.lists);
         G_.list_start = plan_int(a, name, x.starts);
+        G_.slot_of = plan_int(a, name, x.slots);
+        G_.candidate_mass = plan_real(a, name, x.chosen);
+        G_.partial_rows = (floatX *)plan_take(a, "partial rows of a chunk", (size_t)x.partial * sizeof(floatX));
         G_.sort_bytes = 0;
-        CUDA_CHECK(cub::DeviceRadixSort::SortPairs(NULL, G_.sort_bytes, G_.pair_key, G_.pair_key2, G_.pair, G_.pair2, (int)pairs, 0, 32, stream));
+        CUDA_CHECK(cub::DeviceRadixSort::SortPairs(NULL, G_.sort_bytes, G_.pair_key, G_.pair_key2, G_.pair, G_.pair2, (int)x.pairs, 0, 32, stream));
         G_.sort_space = plan_take(a, name, G_.sort_bytes);
         G_.chunks = (Chunk *)plan_take(a, name, (size_t)G_.n_chunks * sizeof(Chunk));
         G_.norm_parts = (double *)plan_take(a, name, (size_t)G_.n_chunks * sizeof(double));
@@ -2223,7 +3003,7 @@ template <class A> static Difference gpu_difference(const A *device, const float
 }
 
 // What a comparison with the reference found, the largest error (smallest cosine) of each kind.
-typedef struct { double loss, kl, output, grad, cosine; char worst[96]; int64_t targets, chosen, differ, unexplained; } Verdict;
+typedef struct { double loss, kl, output, index, grad, cosine; char worst[96]; int64_t targets, chosen, differ, unexplained; } Verdict;
 
 // Limits within which a step agrees with the reference, in this precision. loss: difference in nats a token; gap: share
 // of a row's largest score by which a swapped candidate may miss the reference's k-th.
@@ -2231,12 +3011,25 @@ static const double LIMIT_LOSS = sizeof(floatX) == 4 ? 1e-5 : 1e-2, LIMIT_KL = s
                     LIMIT_GRAD = sizeof(floatX) == 4 ? 1e-5 : 5e-2, LIMIT_COSINE = sizeof(floatX) == 4 ? 0.999999 : 0.999, LIMIT_GAP = sizeof(floatX) == 4 ? 1e-4 : 5e-2;
 static int verdict_good(const Verdict *v) {
     double few = sizeof(floatX) == 4 ? 1 : 1 + 3 / sqrt((double)max64(1, v->targets)); // roundings average out over many targets only
-    return v->loss < LIMIT_LOSS * few && v->kl < LIMIT_KL && v->output < LIMIT_OUTPUT && v->grad < LIMIT_GRAD && v->cosine > LIMIT_COSINE && v->unexplained == 0;
+    return v->loss < LIMIT_LOSS * few && v->kl < LIMIT_KL && v->output < LIMIT_OUTPUT && v->index < LIMIT_OUTPUT && v->grad < LIMIT_GRAD && v->cosine > LIMIT_COSINE && v->unexplained == 0;
+}
+
+// Relative error of n values of the device; in bf16 the host takes them over.
+static double take_over(real *host, const floatX *device, int64_t n) {
+    double error = gpu_difference(device, host, n, 0).error;
+    if (sizeof(floatX) == sizeof(float)) return error;
+    float *x = gpu_read(device, n);
+    memcpy(host, x, (size_t)n * sizeof(float));
+    free(x);
+    return error;
 }
 
 // The same step on both sides. h is a host model with its buffers planned, tokens and targets set, learning. Selections
 // are compared first: where the sets differ, the reference's scores of the swapped candidates must lie within rounding of
-// its k-th (unless an earlier layer chose differently: then this one's inputs differ by more). Then the device takes the reference's selections, so that what follows compares arithmetic alone.
+// its k-th (unless an earlier layer chose differently: then this one's inputs differ by more). Then the device takes the
+// reference's selections. In bf16 the reference's backward takes the device's index queries and keys, once these have been
+// compared: the gradient of a relu jumps where a dot product crosses 0, and rounding moves one in seven hundred across. What
+// follows compares arithmetic alone.
 static Verdict gpu_compare(Model *h, int print) {
     Model *g = &G_.g;
     Verdict v;
@@ -2286,11 +3079,17 @@ static Verdict gpu_compare(Model *h, int print) {
     model_forward(h);
     for (int64_t i = 0; i < N; i++) loss += (double)h->row_loss[i];
     for (int64_t i = 0; i < N; i++) v.targets += h->targets[i] >= 0;
-    model_backward(h);
-    for (int64_t i = 0; i < N; i++) kl += (double)h->row_kl[i];
     gpu_sums(h); // those of the first pass are not wanted
     gpu_zero_grads(h);
     gpu_forward(h);
+    for (int64_t j = 0; j < h->c.L && strcmp(h->c.recompute, "block"); j++) { // with block only the last layer's are there
+        const Layer *l = &h->layers[j], *d = &g->layers[j];
+        if (!is_sparse(l->letter)) continue;
+        v.index = fmax(v.index, take_over(l->q_index, X(d->q_index), N * h->c.HI * h->c.DI));
+        v.index = fmax(v.index, take_over(l->k_index, X(d->k_index), h->B * l->n_cand * h->c.DI));
+    }
+    model_backward(h);
+    for (int64_t i = 0; i < N; i++) kl += (double)h->row_kl[i];
     gpu_backward(h);
     gpu_count(h);
     Stats s = gpu_sums(h);
@@ -2304,7 +3103,7 @@ static Verdict gpu_compare(Model *h, int print) {
     }
     for (int i = 0; i < h->n_tensors; i++) {
         const Tensor *t = &h->tensors[i];
-        Difference d = gpu_difference(grad(g, i), grad(h, i), t->size, 1e-2 * grad_norm(h, t->index) + 1e-12);
+        Difference d = gpu_difference(grad(g, i), grad(h, i), t->size, 5e-2 * grad_norm(h, t->index) + 1e-12);
         if (print) printf("  gradient %-62s relative error %.2e, cosine %.6f\n", t->name, d.error, d.cosine);
         if (!(d.error <= v.grad)) { v.grad = d.error; snprintf(v.worst, sizeof v.worst, "%s", t->name); }
         if (!(d.cosine >= v.cosine)) v.cosine = d.cosine;
@@ -2339,8 +3138,8 @@ int main(int argc, char **argv) {
     Tokenizer tok;
     gpu_engine();
     if (!prepare(&c, &m, data, &tok, argc, argv)) return 0;
-    if (strcmp(c.selector, "indexer") || strcmp(c.topk_method, "hytopk"))
-        die("--selector %s --topk %s: the CUDA trainer has only --selector indexer and --topk hytopk so far; ./train_cpu has all", c.selector, c.topk_method);
+    if (!strcmp(c.selector, "oracle") || strcmp(c.topk_method, "hytopk"))
+        die("--selector %s --topk %s: the CUDA trainer has neither --selector oracle nor --topk table so far; ./train_cpu has both", c.selector, c.topk_method);
     gpu_report();
     if (c.probe) printf("probe: not on the device yet, recall@k and mass@k are left out\n");
     if (c.verify) activations_plan(&m, c.B, c.T, 1, 0);
@@ -2359,7 +3158,7 @@ int main(int argc, char **argv) {
         m.loss_scale = 1.0 / (double)m.N;
         m.kl_scale = c.kl_coef / (double)m.N;
         Verdict v = gpu_compare(&m, 1);
-        printf("verify: loss %.2e, KL %.2e, layer outputs %.2e, gradients %.2e (%s), cosine %.6f; %lld of %lld chosen candidates differ, %lld beyond rounding\n", v.loss, v.kl, v.output, v.grad, v.worst,
+        printf("verify: loss %.2e, KL %.2e, layer outputs %.2e, index queries and keys %.2e, gradients %.2e (%s), cosine %.6f; %lld of %lld chosen candidates differ, %lld beyond rounding\n", v.loss, v.kl, v.output, v.index, v.grad, v.worst,
                v.cosine, (long long)v.differ, (long long)v.chosen, (long long)v.unexplained);
         printf("verify: %s\n", verdict_good(&v) ? "agrees" : "DOES NOT AGREE");
         return verdict_good(&v) ? 0 : 1;
