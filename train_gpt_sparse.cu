@@ -81,6 +81,10 @@ typedef struct {
     float *target, *dots;        // (queries, candidates), (queries, HI, candidates) of the KL
     float *delta;                // (N, H) d_oc . oc
     float *partial;              // partial sums of reductions down the rows
+    floatX *kv, *d_kv, *share;   // F by head: (N, H, nope + v) keys and values, their gradients; (N, H, rope) shares of the rotated key
+    float *d_kr;                 // (N, rope)
+    float2 *stat;                // (B, H, T) lse and delta as the kernels read them
+    int wgmma;                   // the card has Hopper's products, and the program was compiled for them
     floatX *index_grads;         // (N, HI * DI + HI) gradients to index queries and weights, as matrix products take them
     uint32_t *pair_key, *pair_key2, *pair, *pair2; // (N * k) candidate of each chosen slot; query * k + slot; and both sorted
     int2 *list;                  // (N * k) the inverse lists: query and slot, by candidate
@@ -168,6 +172,35 @@ __device__ static float block_max(float v, float *shared) {
     for (int w = 0; w < (int)(blockDim.x / WARP); w++) v = fmaxf(v, shared[w]);
     return v;
 }
+
+#ifndef PRECISION_FP32
+// The instructions that the tensor-core kernels are made of (sm_80 and later).
+enum { PAD = 8 }; // values behind each row in shared memory: ldmatrix then meets no bank twice
+__device__ static uint32_t smem_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+// d[16x8] += a[16x16] b[16x8], bf16 in, float sums. Lane l holds of a: rows l/4 and l/4+8, columns 2(l%4)+{0,1} and +8; of
+// b: column l/4, rows 2(l%4)+{0,1} and +8; of d: rows l/4 and l/4+8, columns 2(l%4)+{0,1}.
+__device__ static void mma(float d[4], const uint32_t a[4], const uint32_t b[2]) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+// Four 8x8 matrices; lane l gives the address of row l%8 of matrix l/8. The second form transposes each.
+__device__ static void ldmatrix(uint32_t r[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+}
+__device__ static void ldmatrix_trans(uint32_t r[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+}
+// 16 bytes from global to shared memory, zeros when not take; complete after copies_done().
+__device__ static void copy_16(uint32_t to, const floatX *from, int take) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(take ? 16 : 0) : "memory");
+}
+__device__ static void copies_issued(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ static void copies_done(void) { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+__device__ static uint32_t pack(float lo, float hi) {
+    __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
+    return *(uint32_t *)&v;
+}
+#endif
 
 // ----------------------------------------------------------------------------
 // 2. Matrix product
@@ -697,10 +730,225 @@ static int gpu_hytopk(const Core &c, int32_t *sel, int B, int first, int count_r
     return 1;
 }
 
+// ---- HyTopK with tensor cores (bf16)
+// As above, but the scores of 256 candidates are matrix products, and each query's buffer belongs to one warp. Candidates
+// are numbered over all sequences. The columns (query, head) are ordered so that a thread finds all heads of its queries
+// in its own accumulators and the sum over heads needs no shuffle.
+#ifndef PRECISION_FP32
+
+enum { CHUNK_KEYS = 256, SCORE_PITCH = CHUNK_KEYS + 8, STREAM_WARPS = BLOCK / WARP };
+
+// Column p of a group of four queries: lane l of a product holds columns 8j + 2(l%4) + {0,1}, heads 2(j mod H/2) + {0,1} of
+// query 4 floor(j / (H/2)) + l%4. H even.
+__device__ static int column_query(int p, int H) { return p / 8 / (H / 2) * 4 + p % 8 / 2; }
+__device__ static int column_head(int p, int H) { return p / 8 % (H / 2) * 2 + p % 2; }
+
+// The rows that a block serves, in shared memory; -1: none. A row sees keys lo .. hi, all of them keys from .. to.
+typedef struct { int row[8], lo[8], hi[8], from, to; } Group;
+
+// Shared memory of a block that serves qb queries: candidate buffers, keys [CHUNK_KEYS, DI + PAD], columns [max(qb, 4) * heads, DI + PAD], half
+// the weights, scores [max(qb, 4), SCORE_PITCH], a histogram a warp. heads: a single one gets a second of zeros.
+typedef struct { floatX *key, *q; float *w, *score; int *hist; uint64_t *buffer; } StreamShared;
+__host__ __device__ static size_t stream_layout(const Core &c, int qb, char *base, StreamShared *s) {
+    int heads = c.HI > 2 ? c.HI : 2, nq = qb > 4 ? qb : 4;
+    size_t at = 0, sizes[6] = {(size_t)qb * (size_t)(2 * c.k + CHUNK_KEYS) * 8, (size_t)CHUNK_KEYS * (size_t)(c.DI + PAD) * 2, (size_t)(nq * heads) * (size_t)(c.DI + PAD) * 2,
+                               (size_t)(nq * heads) * 4, (size_t)nq * SCORE_PITCH * 4, (size_t)STREAM_WARPS * 1024};
+    char *p[6];
+    for (int i = 0; i < 6; i++) { p[i] = base + at; at += (sizes[i] + 15) / 16 * 16; }
+    if (s) { s->buffer = (uint64_t *)p[0]; s->key = (floatX *)p[1]; s->q = (floatX *)p[2]; s->w = (float *)p[3]; s->score = (float *)p[4]; s->hist = (int *)p[5]; }
+    return at;
+}
+
+__device__ static void stage_keys(const Core &c, int s0, floatX *to) {
+    int words = c.DI / 8, last = c.N / c.T * c.n_cand;
+    for (int x = threadIdx.x; x < CHUNK_KEYS * words; x += BLOCK) {
+        int i = x / words, d = x % words * 8, take = s0 + i < last;
+        copy_16(smem_address(to + i * (c.DI + PAD) + d), c.k_index + (int64_t)(take ? s0 + i : 0) * c.DI + d, take);
+    }
+    copies_issued();
+}
+
+// scores[query, key] of a chunk: a warp has 32 keys (two tiles of 16 rows, in registers) and walks all columns, 8 at a time.
+// relu as x + |x| with half weights: a NaN stays one.
+template <int D> __device__ static void score_chunk(const StreamShared &s, int H, int nq) {
+    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    uint32_t a[2][D / 16][4], b[4];
+    for (int m = 0; m < 2; m++)
+        for (int d = 0; d < D / 16; d++) ldmatrix(a[m][d], smem_address(s.key + (warp * 32 + m * 16 + lane % 16) * (D + PAD) + d * 16 + lane / 16 * 8));
+    for (int g = 0; g < nq / 4; g++) {
+        float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
+        int query = g * 4 + lane % 4;
+        for (int j = 0; j < H / 2; j++) {
+            float x[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+            for (int d = 0; d < D / 32; d++) {
+                ldmatrix(b, smem_address(s.q + ((g * (H / 2) + j) * 8 + lane % 8) * (D + PAD) + d * 32 + lane / 8 * 8));
+                for (int m = 0; m < 2; m++) {
+                    mma(x[m], a[m][2 * d], b);
+                    mma(x[m], a[m][2 * d + 1], b + 2);
+                }
+            }
+            float2 w = *(const float2 *)(s.w + query * H + 2 * j);
+            for (int i = 0; i < 4; i++) {
+                float e = x[i / 2][i % 2 * 2], o = x[i / 2][i % 2 * 2 + 1];
+                even[i] = fmaf(e + fabsf(e), w.x, even[i]);
+                odd[i] = fmaf(o + fabsf(o), w.y, odd[i]);
+            }
+        }
+        for (int i = 0; i < 4; i++) s.score[query * SCORE_PITCH + warp * 32 + i * 8 + lane / 4] = even[i] + odd[i];
+    }
+}
+
+// The digit in which the k-th largest lies, of 256 counts; *left: its rank within that digit. One warp.
+__device__ static int find_digit(const int *hist, int k, int *left) {
+    int lane = threadIdx.x % WARP, own = 0, digit = 255 - 8 * lane, rank;
+    for (int j = 0; j < 8; j++) own += hist[digit - j];
+    int sum = own;
+    for (int o = 1; o < WARP; o *= 2) {
+        int v = __shfl_up_sync(0xffffffffu, sum, o);
+        if (lane >= o) sum += v;
+    }
+    int who = __ffs((int)__ballot_sync(0xffffffffu, sum >= k)) - 1;
+    rank = k - (sum - own);
+    if (lane == who)
+        while (hist[digit] < rank) rank -= hist[digit--];
+    *left = __shfl_sync(0xffffffffu, rank, who);
+    return __shfl_sync(0xffffffffu, digit, who);
+}
+// Bound such that exactly k of the n distinct keys are at or above it, by one warp. hist [256].
+__device__ static uint64_t warp_kth(const uint64_t *key, int n, int k, int *hist) {
+    uint64_t prefix = 0, mask = 0;
+    int lane = threadIdx.x % WARP, left;
+    for (int shift = 56; shift >= 0; shift -= 8) {
+        for (int i = lane; i < 256; i += WARP) hist[i] = 0;
+        __syncwarp();
+        for (int i = lane; i < n; i += WARP)
+            if ((key[i] & mask) == prefix) atomicAdd(&hist[key[i] >> shift & 255], 1);
+        __syncwarp();
+        int digit = find_digit(hist, k, &left), count = hist[digit];
+        __syncwarp();
+        prefix |= (uint64_t)digit << shift;
+        mask |= (uint64_t)255 << shift;
+        k = left;
+        if (count == left) break; // all of this digit belong: its smallest possible key bounds them
+    }
+    return prefix;
+}
+// Keep those at or above bound, in order, in place, by one warp. Returns their number.
+__device__ static int warp_keep(uint64_t *key, int n, uint64_t bound) {
+    int lane = threadIdx.x % WARP, kept = 0;
+    for (int i0 = 0; i0 < n; i0 += WARP) {
+        uint64_t x = i0 + lane < n ? key[i0 + lane] : 0;
+        int pass = i0 + lane < n && x >= bound;
+        unsigned ballot = __ballot_sync(0xffffffffu, pass); // also: all lanes have read before any writes
+        if (pass) key[kept + __popc(ballot & ((1u << lane) - 1))] = x;
+        kept += __popc(ballot);
+        __syncwarp();
+    }
+    return kept;
+}
+
+// qb (8, 4, 2 or 1) of the rows first .. first + n_rows a block, the last ones, which see most, first; warp j keeps the
+// buffer of query j: it appends what is above tau in index order and cuts a full buffer to its k largest.
+template <int D> __global__ static void __launch_bounds__(BLOCK) stream_kernel(Core c, int32_t *sel, int qb, int first, int n_rows, long long *nans) {
+    extern __shared__ __align__(16) char memory[];
+    __shared__ Group g;
+    StreamShared s;
+    stream_layout(c, qb, memory, &s);
+    int heads = max(c.HI, 2), nq = max(qb, 4), words = c.DI / 8, capacity = 2 * c.k + CHUNK_KEYS, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    if (threadIdx.x == 0) {
+        g.from = INT32_MAX;
+        g.to = 0;
+        for (int j = 0; j < qb; j++) {
+            int at = (int)(gridDim.x - 1 - blockIdx.x) * qb + j, row = at < n_rows ? first + at : -1, lo = 0, n = 0;
+            if (row >= 0) gpu_visible(c, row, &lo, &n);
+            g.row[j] = row;
+            g.lo[j] = g.hi[j] = 0;
+            if (n <= c.k) continue; // takes all: nothing to score
+            g.lo[j] = row / c.T * c.n_cand + lo;
+            g.hi[j] = g.lo[j] + n;
+            g.from = min(g.from, g.lo[j]);
+            g.to = max(g.to, g.hi[j]);
+        }
+    }
+    __syncthreads();
+    int row = warp < qb ? g.row[warp] : -1, lo = warp < qb ? g.lo[warp] : 0, hi = warp < qb ? g.hi[warp] : 0, from = g.from, to = g.to, n = 0;
+    uint64_t *key = s.buffer + (warp < qb ? warp : 0) * capacity, tau = 0;
+    if (from < to) {
+        stage_keys(c, from, s.key);
+        for (int x = threadIdx.x; x < nq * heads * words; x += BLOCK) {
+            int p = x / words, d = x % words * 8, j = column_query(p, heads), h = column_head(p, heads);
+            uint4 v = make_uint4(0, 0, 0, 0);
+            if (j < qb && h < c.HI && g.row[j] >= 0) v = *(const uint4 *)(c.q_index + ((int64_t)g.row[j] * c.HI + h) * c.DI + d);
+            *(uint4 *)(s.q + p * (c.DI + PAD) + d) = v;
+        }
+        for (int x = threadIdx.x; x < nq * heads; x += BLOCK) {
+            int j = x / heads, h = x % heads;
+            s.w[x] = j < qb && h < c.HI && g.row[j] >= 0 ? 0.5f * c.w_index[(int64_t)g.row[j] * c.HI + h] : 0;
+        }
+    }
+    for (int s0 = from; s0 < to; s0 += CHUNK_KEYS) {
+        copies_done();
+        __syncthreads();
+        score_chunk<D>(s, heads, nq);
+        __syncthreads();
+        if (s0 + CHUNK_KEYS < to) stage_keys(c, s0 + CHUNK_KEYS, s.key);
+        if (warp >= qb || s0 >= hi || s0 + CHUNK_KEYS <= lo) continue;
+        if (n + CHUNK_KEYS > capacity) {
+            tau = warp_kth(key, n, c.k, s.hist + warp * 256);
+            n = warp_keep(key, n, tau);
+        }
+        for (int i = lane; i < CHUNK_KEYS; i += WARP) {
+            uint64_t x = s0 + i >= lo && s0 + i < hi ? gpu_order_key(s.score[warp * SCORE_PITCH + i], s0 + i) : 0;
+            unsigned ballot = __ballot_sync(0xffffffffu, x > tau);
+            if (x > tau) key[n + __popc(ballot & ((1u << lane) - 1))] = x;
+            n += __popc(ballot);
+        }
+        __syncwarp();
+    }
+    if (row < 0) return;
+    int32_t *out = sel + (int64_t)row * c.k;
+    if (hi == lo) {
+        int begin, seen;
+        gpu_visible(c, row, &begin, &seen);
+        for (int j = lane; j < c.k; j += WARP) out[j] = j < seen ? begin + j : -1;
+        return;
+    }
+    if (n > c.k) n = warp_keep(key, n, warp_kth(key, n, c.k, s.hist + warp * 256));
+    int base = row / c.T * c.n_cand;
+    for (int j = lane; j < c.k; j += WARP) {
+        out[j] = (int32_t)~(uint32_t)key[j] - base;
+        if (key[j] >> 32 == 0xffffffffu) atomicAdd((unsigned long long *)nans, 1ull);
+    }
+}
+
+// Whether the kernel has the sizes: a block's shared memory holds at least one query's buffer.
+static int stream_fits(const Core &c) {
+    return !c.control && (c.DI == 32 || c.DI == 64 || c.DI == 128) && (c.HI == 1 || c.HI % 2 == 0) && stream_layout(c, 1, NULL, NULL) <= 226 * 1024;
+}
+// Select with tensor cores where the kernel has the sizes. Returns 0 when it has not.
+static int stream_select(const Core &c, int32_t *sel, int first, int n_rows) {
+    void (*kernel)(Core, int32_t *, int, int, int, long long *) = c.DI == 32 ? stream_kernel<32> : c.DI == 64 ? stream_kernel<64> : stream_kernel<128>;
+    if (!stream_fits(c)) return 0;
+    for (int half = 1; half >= 0; half--) // as many queries a block as leave room for two blocks, else as many as fit at all
+        for (int qb = 8; qb > 0; qb /= 2) {
+            size_t bytes = stream_layout(c, qb, NULL, NULL);
+            if (bytes > (size_t)(half ? 112 : 226) * 1024) continue;
+            CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+            kernel<<<(unsigned)((n_rows + qb - 1) / qb), BLOCK, bytes, stream>>>(c, sel, qb, first, n_rows, &G_.sums->nans);
+            return 1;
+        }
+    return 0;
+}
+#else
+static int stream_fits(const Core &) { return 0; }
+static int stream_select(const Core &, int32_t *, int, int) { return 0; }
+#endif
+
 static void gpu_select_forward(Model *g, Layer *l) {
     Core c = core_of(g, l);
     int B = (int)g->B, r0 = (int)g->r0, n = B == 1 ? (int)g->nr : c.T; // all rows of every sequence, or the new ones of one
-    if (!gpu_hytopk<8>(c, l->sel, B, r0, n) && !gpu_hytopk<4>(c, l->sel, B, r0, n) && !gpu_hytopk<2>(c, l->sel, B, r0, n) && !gpu_hytopk<1>(c, l->sel, B, r0, n))
+    int rows = B == 1 ? n : c.N;
+    if (!stream_select(c, l->sel, r0, rows) && !gpu_hytopk<8>(c, l->sel, B, r0, n) && !gpu_hytopk<4>(c, l->sel, B, r0, n) && !gpu_hytopk<2>(c, l->sel, B, r0, n) && !gpu_hytopk<1>(c, l->sel, B, r0, n))
         die("--index-topk %d with %d index heads of %d: the candidate buffer needs more shared memory than a block has", c.k, c.HI, c.DI);
     g->index_scans += c.control == SELECT_INDEXER;
 }
@@ -1224,32 +1472,7 @@ static void fast_forward(Model *, Layer *, int) {}
 static void fast_backward(Model *, Layer *, int) {}
 #else
 
-enum { HEADS = 16, ROWS = 64, QUERY_THREADS = 128, PAD = 8 }; // PAD: eight values, so that ldmatrix meets no bank twice
-
-__device__ static uint32_t smem_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
-// d[16x8] += a[16x16] b[16x8], bf16 in, float sums. Lane l holds of a: rows l/4 and l/4+8, columns 2(l%4)+{0,1} and +8; of
-// b: column l/4, rows 2(l%4)+{0,1} and +8; of d: rows l/4 and l/4+8, columns 2(l%4)+{0,1}.
-__device__ static void mma(float d[4], const uint32_t a[4], const uint32_t b[2]) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-// Four 8x8 matrices; lane l gives the address of row l%8 of matrix l/8. The second form transposes each.
-__device__ static void ldmatrix(uint32_t r[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
-}
-__device__ static void ldmatrix_trans(uint32_t r[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
-}
-// 16 bytes from global to shared memory, zeros when not take; complete after copies_done().
-__device__ static void copy_16(uint32_t to, const floatX *from, int take) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(take ? 16 : 0) : "memory");
-}
-__device__ static void copies_issued(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
-__device__ static void copies_done(void) { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
-__device__ static uint32_t pack(float lo, float hi) {
-    __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
-    return *(uint32_t *)&v;
-}
+enum { HEADS = 16, ROWS = 64, QUERY_THREADS = 128 };
 
 // One launch's share of a layer: heads h0 .. h0 + nh, which read the keys and values of one KV row group; where these
 // stand in a KV row and in a row of the tile (values inside the keys where they are the same channels).
@@ -1927,6 +2150,494 @@ static void fast_backward(Model *g, Layer *l, int teach) {
 }
 #endif
 
+// ---- dense attention with a key and a value for each head (bf16, wgmma: sm_90a)
+// Causal, flash style (Dao 2023): no table in memory. q (N, H, nope | rope), kv (N, H, nope | v) by head, kr the rotated key that all heads
+// share. 4 warps issue one product of 64 rows, whose operands come straight from shared memory; two blocks share a
+// multiprocessor, so that one's softmax runs under the other's products. A matrix in shared memory is made of panels of
+// 64 rows and 64 (or 32) channels: rows of 128 (64) bytes, whose 16-byte chunks are permuted within each group of 8 rows as
+// the descriptor says. For q k' the channels are what is summed over, for p v the rows are: the transposed form, for which
+// the same panel and descriptor serve, only the steps from one 16 to the next differ. Every output has one owner.
+#ifndef PRECISION_FP32
+
+typedef struct {
+    int T, H, kr_ld;    // nope = v = 64
+    const int32_t *doc; // (N) does not decrease within a sequence
+    float scale;
+} DenseAttention;
+
+#define LOG2E 1.4426950408889634f
+enum { TILE_ROWS = 64, QUERIES = 128, PANEL = TILE_ROWS * 128, WGMMA_THREADS = 256, GROUP_THREADS = 128 };
+
+__device__ static float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// 4 or 8 bytes from global to shared memory; zeros when not take.
+template <int BYTES> __device__ static void copy_small(uint32_t to, const void *from, bool take) {
+    int n = take ? BYTES : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(n) : "memory");
+}
+
+// Two neighbouring 8-column blocks of a product as the left operand of the next.
+__device__ static void as_left(uint32_t a[4], const float lo[4], const float hi[4]) {
+    a[0] = pack(lo[0], lo[1]);
+    a[1] = pack(lo[2], lo[3]);
+    a[2] = pack(hi[0], hi[1]);
+    a[3] = pack(hi[2], hi[3]);
+}
+
+// scale times the channels n*8+2(l%4) and +1 of one row, from element e (0: row l/4, 2: row l/4+8) of each block; to: the row's first channel.
+template <int N8> __device__ static void store_row(floatX *to, const float (*x)[4], int e, float scale) {
+    #pragma unroll
+    for (int n = 0; n < N8; n++) *(uint32_t *)(to + n * 8 + threadIdx.x % 4 * 2) = pack(x[n][e] * scale, x[n][e + 1] * scale);
+}
+
+// The rows of a warp within its sequence: first .. last (last < first: none), and where the documents of these two begin.
+typedef struct { int first, last, doc_first, doc_last; } WarpRows;
+__device__ static WarpRows warp_rows(DenseAttention c, int64_t base, int first, int n) {
+    WarpRows w = {first, first < c.T ? min(first + n, c.T) - 1 : -1, 0, 0};
+    if (first >= c.T) return w;
+    w.doc_first = c.doc[base + first];
+    w.doc_last = c.doc[base + w.last];
+    return w;
+}
+
+// -INFINITY where the row of a logit does not see its key; first: the warp's first row, k0: the first key.
+template <int MT, int N8> __device__ static void mask_logits(float s[MT][N8][4], DenseAttention c, int64_t base, int first, int k0) {
+    #pragma unroll
+    for (int m = 0; m < MT; m++)
+        #pragma unroll
+        for (int e = 0; e < 2; e++) {
+            int t = first + m * 16 + e * 8 + (int)threadIdx.x % 32 / 4, doc = c.doc[base + min(t, c.T - 1)];
+            #pragma unroll
+            for (int n = 0; n < N8; n++)
+                #pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    int key = k0 + n * 8 + (int)threadIdx.x % 4 * 2 + j;
+                    if (key > t || key < doc) s[m][n][2 * e + j] = -INFINITY;
+                }
+        }
+}
+
+// One row of logits s (element e and e+1 of each block) to exp(logit - top); the row's output so far shrinks with its sum when top rises.
+template <int N8, int V8> __device__ static void online_softmax(float s[N8][4], float o[V8][4], float *top, float *sum, int e, float scale) {
+    float rise = *top, part = 0;
+    #pragma unroll
+    for (int n = 0; n < N8; n++) rise = fmaxf(rise, fmaxf(s[n][e], s[n][e + 1]));
+    rise = fmaxf(rise, __shfl_xor_sync(0xffffffffu, rise, 1));
+    rise = fmaxf(rise, __shfl_xor_sync(0xffffffffu, rise, 2));
+    float from = rise == -INFINITY ? 0 : rise * scale, keep = exp2_fast(*top * scale - from); // a row that has seen no key keeps zeros
+    #pragma unroll
+    for (int n = 0; n < N8; n++) {
+        s[n][e] = exp2_fast(s[n][e] * scale - from);
+        s[n][e + 1] = exp2_fast(s[n][e + 1] * scale - from);
+        part += s[n][e] + s[n][e + 1];
+    }
+    *top = rise;
+    *sum = *sum * keep + part; // of this lane's columns; the four lanes of a row add up at the end
+    #pragma unroll
+    for (int n = 0; n < V8; n++) {
+        o[n][e] *= keep;
+        o[n][e + 1] *= keep;
+    }
+}
+// Query t of the sequence at base: att and lse.
+template <int V8> __device__ static void store_query(DenseAttention c, const float (&o)[V8][4], float top, float sum, int e, int t, int64_t base, int h,
+                                                            floatX *att, float *lse) {
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    if (t >= c.T) return;
+    int64_t ih = (base + t) * c.H + h;
+    store_row<V8>(att + ih * V8 * 8, o, e, 1 / sum);
+    if (threadIdx.x % 4 == 0) lse[ih] = top * c.scale + logf(sum);
+}
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+__device__ static void wgmma_fence(void) { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ static void wgmma_commit(void) { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ static void fence_async_proxy(void) { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// What a product reads or adds to must be in its registers before the fence: nothing says so to the compiler but this.
+template <int N> __device__ static void in_registers(float (&c)[N][4]) {
+    #pragma unroll
+    for (int j = 0; j < N; j++) asm volatile("" : "+f"(c[j][0]), "+f"(c[j][1]), "+f"(c[j][2]), "+f"(c[j][3])::"memory");
+}
+template <int N> __device__ static void in_registers(uint32_t (&a)[N][4]) {
+    #pragma unroll
+    for (int j = 0; j < N; j++) asm volatile("" : "+r"(a[j][0]), "+r"(a[j][1]), "+r"(a[j][2]), "+r"(a[j][3])::"memory");
+}
+// Products in flight write registers behind the compiler's back: what reads or reuses them must not move above the wait.
+template <int N> __device__ static void wgmma_wait_all(float (&c)[N][4]) {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    in_registers(c);
+}
+#define ROW4(c, j) "+f"(c[j][0]), "+f"(c[j][1]), "+f"(c[j][2]), "+f"(c[j][3])
+// c [64, 64] += a [64, 16] b, a in registers, b 16 rows by 64 channels of a panel.
+__device__ static void wgmma_rs(float (&c)[8][4], const uint32_t a[4], uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+                 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"
+                 "{%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
+                 : ROW4(c, 0), ROW4(c, 1), ROW4(c, 2), ROW4(c, 3), ROW4(c, 4), ROW4(c, 5), ROW4(c, 6), ROW4(c, 7)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+// The same with 32 columns.
+__device__ static void wgmma_rs(float (&c)[4][4], const uint32_t a[4], uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+                 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, 1, 1, 1, 1;"
+                 : ROW4(c, 0), ROW4(c, 1), ROW4(c, 2), ROW4(c, 3)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+// c [64, 64] (+)= a b', both 64 rows by 16 channels of panels.
+__device__ static void wgmma_ss(float (&c)[8][4], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+                 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"
+                 "%32, %33, p, 1, 1, 0, 0;\n}"
+                 : ROW4(c, 0), ROW4(c, 1), ROW4(c, 2), ROW4(c, 3), ROW4(c, 4), ROW4(c, 5), ROW4(c, 6), ROW4(c, 7) : "l"(a), "l"(b), "r"(accumulate));
+}
+#endif
+
+// A panel of 64 or 32 channels: groups of 8 rows follow each other; swizzle of 128 or 64 bytes.
+template <int CHANNELS> __device__ static uint64_t panel_descriptor(uint32_t at) {
+    return (uint64_t)(at >> 4 & 0x3fff) | 1ull << 16 | (uint64_t)CHANNELS << 32 | (CHANNELS == 64 ? 1ull : 2ull) << 62;
+}
+// CHANNELS of 64 rows into a panel; rows n and later become zeros. Bits 4.. of an address are xored with its bits 7.., as the descriptor's swizzle has it.
+template <int CHANNELS, int THREADS> __device__ static void load_panel(uint32_t to, const floatX *from, int ld, int n) {
+    enum { CHUNKS = CHANNELS / 8 };
+    int x = (int)threadIdx.x % CHUNKS;
+    #pragma unroll
+    for (int p = 0; p < TILE_ROWS * CHUNKS / THREADS; p++) {
+        int r = (int)threadIdx.x / CHUNKS + p * (THREADS / CHUNKS);
+        uint32_t at = (uint32_t)(r * CHANNELS * 2 + x * 16);
+        copy_16(to + (at ^ (at >> 7 & (CHUNKS - 1)) << 4), from + (int64_t)min(r, n - 1) * ld + x * 8, r < n);
+    }
+}
+// Three panels, 64 rows of [64 | ROPE | 64] channels: a tile of keys with values, or of queries with d_att. b_ld: of the rope part.
+template <int ROPE> __host__ __device__ static constexpr int panels_bytes(void) { return 2 * PANEL + TILE_ROWS * ROPE * 2; }
+template <int ROPE, int THREADS> __device__ static void load_panels(uint32_t to, const floatX *a, int a_ld, const floatX *b, int b_ld, const floatX *d, int d_ld, int n) {
+    load_panel<64, THREADS>(to, a, a_ld, n);
+    load_panel<ROPE, THREADS>(to + 2 * PANEL, b, b_ld, n);
+    load_panel<64, THREADS>(to + PANEL, d, d_ld, n);
+}
+__device__ static uint32_t aligned_smem(const void *smem) { return (smem_address(smem) + 1023) & ~1023u; } // as the swizzle needs it
+
+template <int ROPE> static constexpr int forward_wgmma_bytes(void) { return 1024 + 2 * panels_bytes<ROPE>() + QUERIES * (64 + ROPE) * 2; }
+
+// Grid: heads of the batch, times tiles of QUERIES queries, the last and longest first. ROPE 32 or 64.
+template <int ROPE> __global__ __launch_bounds__(WGMMA_THREADS, 2)
+static void attention_forward_kernel(DenseAttention c, const floatX *q, const floatX *kv, const floatX *kr, floatX *att, float *lse, int heads) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    enum { NOPE = 64, V = 64, D = NOPE + ROPE, OWN = PANEL + TILE_ROWS * ROPE * 2, STAGE = panels_bytes<ROPE>() };
+    extern __shared__ __align__(128) unsigned char smem[];
+    int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, h = (int)blockIdx.x % heads % c.H;
+    int q0 = ((int)(gridDim.x - 1 - blockIdx.x) / heads) * QUERIES;
+    int64_t base = (int64_t)((int)blockIdx.x % heads / c.H) * c.T;
+    uint32_t tiles = aligned_smem(smem), queries = tiles + 2 * STAGE, own = queries + warp / 4 * OWN; // of its group: [64 | ROPE] channels of 64 queries
+    kv += (base * c.H + h) * (NOPE + V);
+    kr += base * c.kr_ld;
+    auto load_tile = [&](int k0, int stage) {
+        const floatX *from = kv + (int64_t)k0 * c.H * (NOPE + V);
+        load_panels<ROPE, WGMMA_THREADS>(tiles + stage * STAGE, from, c.H * (NOPE + V), kr + (int64_t)k0 * c.kr_ld, c.kr_ld, from + NOPE, c.H * (NOPE + V), c.T - k0);
+    };
+    int begin = c.doc[base + q0] / TILE_ROWS * TILE_ROWS, end = min(q0 + QUERIES, c.T);
+    for (int g = 0; g < QUERIES / TILE_ROWS && q0 + g * TILE_ROWS < c.T; g++) {
+        const floatX *from = q + ((base + q0 + g * TILE_ROWS) * c.H + h) * D;
+        load_panel<64, WGMMA_THREADS>(queries + g * OWN, from, c.H * D, c.T - q0 - g * TILE_ROWS);
+        load_panel<ROPE, WGMMA_THREADS>(queries + g * OWN + PANEL, from + 64, c.H * D, c.T - q0 - g * TILE_ROWS);
+    }
+    load_tile(begin, 0);
+    copies_issued();
+    WarpRows w = warp_rows(c, base, q0 + warp * 16, 16), group = warp_rows(c, base, q0 + warp / 4 * 64, 64); // a group decides as one what to skip
+    float o[V / 8][4] = {}, top[2] = {-INFINITY, -INFINITY}, sum[2] = {};
+    float scale = c.scale * LOG2E;
+    copies_done();
+    fence_async_proxy();
+    __syncthreads();
+    for (int k0 = begin, stage = 0; k0 < end; k0 += TILE_ROWS, stage ^= 1) {
+        int next = k0 + TILE_ROWS;
+        if (next < end) load_tile(next, stage ^ 1);
+        copies_issued();
+        if (k0 <= group.last && next > group.doc_first) {
+            uint32_t tile = tiles + stage * STAGE, p[TILE_ROWS / 16][4];
+            float s[1][TILE_ROWS / 8][4];
+            wgmma_fence();
+            #pragma unroll
+            for (int k = 0; k < 4; k++) wgmma_ss(s[0], panel_descriptor<64>(own + k * 32), panel_descriptor<64>(tile + k * 32), k > 0);
+            #pragma unroll
+            for (int k = 0; k < ROPE / 16; k++) wgmma_ss(s[0], panel_descriptor<ROPE>(own + PANEL + k * 32), panel_descriptor<ROPE>(tile + 2 * PANEL + k * 32), 1);
+            wgmma_commit();
+            wgmma_wait_all(s[0]);
+            if (next - 1 > w.first || k0 < w.doc_last) mask_logits<1, TILE_ROWS / 8>(s, c, base, w.first, k0);
+            #pragma unroll
+            for (int e = 0; e < 2; e++) online_softmax<TILE_ROWS / 8, V / 8>(s[0], o, &top[e], &sum[e], 2 * e, scale);
+            #pragma unroll
+            for (int k = 0; k < TILE_ROWS / 16; k++) as_left(p[k], s[0][2 * k], s[0][2 * k + 1]);
+            in_registers(o);
+            in_registers(p);
+            wgmma_fence();
+            #pragma unroll
+            for (int k = 0; k < TILE_ROWS / 16; k++) wgmma_rs(o, p[k], panel_descriptor<64>(tile + PANEL + k * 2048));
+            wgmma_commit();
+            wgmma_wait_all(o);
+        }
+        copies_done();
+        fence_async_proxy();
+        __syncthreads();
+    }
+    #pragma unroll
+    for (int e = 0; e < 2; e++) store_query(c, o, top[e], sum[e], 2 * e, w.first + e * 8 + lane / 4, base, h, att, lse);
+#endif
+}
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// s = own rows against tile rows over [64 | ROPE] channels, dp = the same over the last 64; waits for both.
+template <int ROPE> __device__ static void panels_products(float (&s)[8][4], float (&dp)[8][4], uint32_t own, uint32_t tile) {
+    wgmma_fence();
+    #pragma unroll
+    for (int k = 0; k < 4; k++) wgmma_ss(s, panel_descriptor<64>(own + k * 32), panel_descriptor<64>(tile + k * 32), k > 0);
+    #pragma unroll
+    for (int k = 0; k < ROPE / 16; k++) wgmma_ss(s, panel_descriptor<ROPE>(own + 2 * PANEL + k * 32), panel_descriptor<ROPE>(tile + 2 * PANEL + k * 32), 1);
+    #pragma unroll
+    for (int k = 0; k < 4; k++) wgmma_ss(dp, panel_descriptor<64>(own + PANEL + k * 32), panel_descriptor<64>(tile + PANEL + k * 32), k > 0);
+    wgmma_commit();
+    wgmma_wait_all(s);
+    wgmma_wait_all(dp);
+}
+#endif
+
+template <int ROPE> static constexpr int backward_q_wgmma_bytes(void) { return 1024 + 3 * panels_bytes<ROPE>(); }
+template <int ROPE> static constexpr int backward_kv_wgmma_bytes(void) { return 1024 + 3 * panels_bytes<ROPE>() + 2 * TILE_ROWS * (int)(sizeof(float2) + sizeof(int)); }
+
+// Grid: B*H * tiles of 64 queries, the last tiles first.
+template <int ROPE> __global__ __launch_bounds__(GROUP_THREADS, ROPE == 32 ? 3 : 2)
+static void attention_backward_q_kernel(DenseAttention c, const floatX *q, const floatX *kv, const floatX *kr, const floatX *d_att, const float2 *stat, floatX *d_q, int heads) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    enum { D = 64 + ROPE, E = 128, STAGE = panels_bytes<ROPE>() };
+    extern __shared__ __align__(128) unsigned char smem[];
+    int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, bh = (int)blockIdx.x % heads, h = bh % c.H;
+    int q0 = ((int)(gridDim.x - 1 - blockIdx.x) / heads) * TILE_ROWS;
+    int64_t base = (int64_t)(bh / c.H) * c.T, row = (base + q0) * c.H + h;
+    uint32_t own = aligned_smem(smem), tiles = own + STAGE;
+    kv += (base * c.H + h) * E;
+    kr += base * c.kr_ld;
+    auto load_tile = [&](int k0, int stage) {
+        const floatX *from = kv + (int64_t)k0 * c.H * E;
+        load_panels<ROPE, GROUP_THREADS>(tiles + stage * STAGE, from, c.H * E, kr + (int64_t)k0 * c.kr_ld, c.kr_ld, from + 64, c.H * E, c.T - k0);
+    };
+    int begin = c.doc[base + q0] / TILE_ROWS * TILE_ROWS, end = min(q0 + TILE_ROWS, c.T);
+    load_panels<ROPE, GROUP_THREADS>(own, q + row * D, c.H * D, q + row * D + 64, c.H * D, d_att + row * 64, c.H * 64, c.T - q0);
+    load_tile(begin, 0);
+    copies_issued();
+    WarpRows w = warp_rows(c, base, q0 + warp * 16, 16);
+    float2 z[2];
+    float dq[8][4] = {}, dr[ROPE / 8][4] = {}, scale = c.scale * LOG2E;
+    #pragma unroll
+    for (int e = 0; e < 2; e++) {
+        int t = w.first + e * 8 + lane / 4;
+        z[e] = t < c.T ? stat[(int64_t)bh * c.T + t] : make_float2(0, 0);
+    }
+    for (int k0 = begin, stage = 0; k0 < end; k0 += TILE_ROWS, stage ^= 1) {
+        copies_done();
+        fence_async_proxy();
+        __syncthreads();
+        if (k0 + TILE_ROWS < end) load_tile(k0 + TILE_ROWS, stage ^ 1);
+        copies_issued();
+        uint32_t tile = tiles + stage * STAGE, ds[TILE_ROWS / 16][4];
+        float s[1][8][4], dp[8][4];
+        panels_products<ROPE>(s[0], dp, own, tile);
+        if (k0 + TILE_ROWS - 1 > w.first || k0 < w.doc_last) mask_logits<1, TILE_ROWS / 8>(s, c, base, w.first, k0);
+        #pragma unroll
+        for (int n = 0; n < TILE_ROWS / 8; n++)
+            #pragma unroll
+            for (int e = 0; e < 4; e++) s[0][n][e] = exp2_fast(s[0][n][e] * scale - z[e / 2].x) * (dp[n][e] - z[e / 2].y);
+        #pragma unroll
+        for (int k = 0; k < TILE_ROWS / 16; k++) as_left(ds[k], s[0][2 * k], s[0][2 * k + 1]);
+        in_registers(dq);
+        in_registers(dr);
+        in_registers(ds);
+        wgmma_fence();
+        #pragma unroll
+        for (int k = 0; k < TILE_ROWS / 16; k++) {
+            wgmma_rs(dq, ds[k], panel_descriptor<64>(tile + k * 2048));
+            wgmma_rs(dr, ds[k], panel_descriptor<ROPE>(tile + 2 * PANEL + k * ROPE * 32));
+        }
+        wgmma_commit();
+        wgmma_wait_all(dq);
+        wgmma_wait_all(dr);
+    }
+    #pragma unroll
+    for (int e = 0; e < 2; e++) {
+        int t = w.first + e * 8 + lane / 4;
+        if (t >= c.T) continue;
+        store_row<8>(d_q + ((base + t) * c.H + h) * D, dq, 2 * e, c.scale);
+        store_row<ROPE / 8>(d_q + ((base + t) * c.H + h) * D + 64, dr, 2 * e, c.scale);
+    }
+#endif
+}
+
+// Grid: heads of the batch, times tiles of keys, the first and longest first. share (N, H, ROPE): to the rotated key, by head.
+template <int ROPE> __global__ __launch_bounds__(GROUP_THREADS, 2)
+static void attention_backward_kv_kernel(DenseAttention c, const floatX *q, const floatX *kv, const floatX *kr, const floatX *d_att, const float2 *stat,
+                                          floatX *d_kv, floatX *share, int heads) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    enum { D = 64 + ROPE, E = 128, STAGE = panels_bytes<ROPE>() };
+    extern __shared__ __align__(128) unsigned char smem[];
+    int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, bh = (int)blockIdx.x % heads, h = bh % c.H, k0 = (int)blockIdx.x / heads * TILE_ROWS;
+    int64_t base = (int64_t)(bh / c.H) * c.T, row = (base + k0) * c.H + h;
+    uint32_t own = aligned_smem(smem), tiles = own + STAGE;
+    const float2 *tile_stat = (const float2 *)(smem + (own - smem_address(smem)) + 3 * STAGE); // [2][TILE_ROWS]
+    const int *tile_doc = (const int *)(tile_stat + 2 * TILE_ROWS);                                 // [2][TILE_ROWS]
+    const int32_t *doc = c.doc + base;
+    q += (base * c.H + h) * D;
+    d_att += (base * c.H + h) * 64;
+    stat += (int64_t)bh * c.T;
+    auto load_tile = [&](int q0, int stage) {
+        const floatX *from = q + (int64_t)q0 * c.H * D;
+        load_panels<ROPE, GROUP_THREADS>(tiles + stage * STAGE, from, c.H * D, from + 64, c.H * D, d_att + (int64_t)q0 * c.H * 64, c.H * 64, c.T - q0);
+        int r = (int)threadIdx.x % TILE_ROWS, take = q0 + r < c.T, at = take ? q0 + r : q0;
+        if (threadIdx.x < TILE_ROWS) copy_small<8>(smem_address(tile_stat + stage * TILE_ROWS + r), stat + at, take);
+        else copy_small<4>(smem_address(tile_doc + stage * TILE_ROWS + r), doc + at, take);
+    };
+    load_panels<ROPE, GROUP_THREADS>(own, kv + row * E, c.H * E, kr + (base + k0) * c.kr_ld, c.kr_ld, kv + row * E + 64, c.H * E, c.T - k0);
+    load_tile(k0, 0);
+    copies_issued();
+    int key = k0 + warp * 16 + lane / 4, last = min(k0 + TILE_ROWS, c.T) - 1; // the lane's keys are key and key+8
+    int first_doc = k0 + TILE_ROWS < c.T ? doc[k0 + TILE_ROWS] : c.T;              // where the document of the next tile's first query begins
+    float dk[8][4] = {}, dr[ROPE / 8][4] = {}, dv[8][4] = {}, scale = c.scale * LOG2E;
+    for (int q0 = k0, stage = 0, more = 1; more; q0 += TILE_ROWS, stage ^= 1) {
+        int next = q0 + TILE_ROWS;
+        more = first_doc <= last;
+        copies_done();
+        fence_async_proxy();
+        __syncthreads();
+        if (more) {
+            load_tile(next, stage ^ 1);
+            first_doc = next + TILE_ROWS < c.T ? doc[next + TILE_ROWS] : c.T;
+        }
+        copies_issued();
+        const int *docs = tile_doc + stage * TILE_ROWS;
+        uint32_t tile = tiles + stage * STAGE, p[TILE_ROWS / 16][4], ds[TILE_ROWS / 16][4];
+        float s[8][4], dp[8][4];
+        panels_products<ROPE>(s, dp, own, tile);
+        if (q0 == k0 || docs[min((int)TILE_ROWS, c.T - q0) - 1] > k0) {
+            #pragma unroll
+            for (int n = 0; n < TILE_ROWS / 8; n++)
+                #pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    int column = n * 8 + lane % 4 * 2 + e % 2, at = key + e / 2 * 8;
+                    s[n][e] = (at > q0 + column) | (at < docs[column]) ? -INFINITY : s[n][e];
+                }
+        }
+        #pragma unroll
+        for (int n = 0; n < TILE_ROWS / 8; n++) {
+            float4 z = *(const float4 *)(tile_stat + stage * TILE_ROWS + n * 8 + lane % 4 * 2);
+            #pragma unroll
+            for (int e = 0; e < 4; e++) {
+                s[n][e] = exp2_fast(s[n][e] * scale - (e % 2 ? z.z : z.x));
+                dp[n][e] = s[n][e] * (dp[n][e] - (e % 2 ? z.w : z.y));
+            }
+        }
+        #pragma unroll
+        for (int k = 0; k < TILE_ROWS / 16; k++) {
+            as_left(p[k], s[2 * k], s[2 * k + 1]);
+            as_left(ds[k], dp[2 * k], dp[2 * k + 1]);
+        }
+        in_registers(dv);
+        in_registers(dk);
+        in_registers(dr);
+        in_registers(p);
+        in_registers(ds);
+        wgmma_fence();
+        #pragma unroll
+        for (int k = 0; k < TILE_ROWS / 16; k++) {
+            wgmma_rs(dv, p[k], panel_descriptor<64>(tile + PANEL + k * 2048));
+            wgmma_rs(dk, ds[k], panel_descriptor<64>(tile + k * 2048));
+            wgmma_rs(dr, ds[k], panel_descriptor<ROPE>(tile + 2 * PANEL + k * ROPE * 32));
+        }
+        wgmma_commit();
+        wgmma_wait_all(dv);
+        wgmma_wait_all(dk);
+        wgmma_wait_all(dr);
+    }
+    #pragma unroll
+    for (int e = 0; e < 2; e++) {
+        int at = key + e * 8;
+        if (at >= c.T) continue;
+        int64_t sh = (base + at) * c.H + h;
+        store_row<8>(d_kv + sh * E, dk, 2 * e, c.scale);
+        store_row<ROPE / 8>(share + sh * ROPE, dr, 2 * e, c.scale);
+        store_row<8>(d_kv + sh * E + 64, dv, 2 * e, 1);
+    }
+#endif
+}
+
+// stat (B, H, T) = (lse log2(e), d_att . att) of every row and head, a head's rows side by side as its tiles read them. 8
+// threads a row, 16 bytes each.
+__global__ static void row_stat_kernel(DenseAttention c, const floatX *att, const floatX *d_att, const float *lse, float2 *stat, int64_t rows) {
+    int64_t row = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / 8;
+    int take = row < rows, d = (int)threadIdx.x % 8 * 8;
+    float sum = 0, a[8], b[8];
+    if (take) {
+        load<8>(a, att + row * 64 + d);
+        load<8>(b, d_att + row * 64 + d);
+        for (int j = 0; j < 8; j++) sum += a[j] * b[j];
+    }
+    for (int o = 4; o > 0; o /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, o);
+    if (!take || threadIdx.x % 8) return;
+    int64_t i = row / c.H, h = row % c.H;
+    stat[(i / c.T * c.H + h) * c.T + i % c.T] = make_float2(lse[row] * LOG2E, sum);
+}
+
+// d_kr (N, rope) = the sum over the heads of their shares (N, H, rope), in order.
+__global__ static void key_rope_sum_kernel(DenseAttention c, const floatX *share, float *d_kr, int rope, int64_t n) {
+    int64_t x = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+    if (x >= n) return;
+    const floatX *from = share + x / rope * c.H * rope + x % rope;
+    float sum = 0;
+    #pragma unroll 4
+    for (int h = 0; h < c.H; h++) sum += (float)from[(int64_t)h * rope];
+    d_kr[x] = sum;
+}
+
+template <int ROPE> static void launch_dense_forward(DenseAttention c, const floatX *q, const floatX *kv, const floatX *kr, floatX *att, float *lse, int64_t N) {
+    int bytes = forward_wgmma_bytes<ROPE>(), heads = (int)(N / c.T) * c.H, tiles = (c.T + QUERIES - 1) / QUERIES;
+    CUDA_CHECK(cudaFuncSetAttribute(attention_forward_kernel<ROPE>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    attention_forward_kernel<ROPE><<<(unsigned)(heads * tiles), WGMMA_THREADS, (size_t)bytes, stream>>>(c, q, kv, kr, att, lse, heads);
+}
+template <int ROPE> static void launch_dense_backward(DenseAttention c, const floatX *q, const floatX *kv, const floatX *kr, const floatX *d_att, floatX *d_q, floatX *d_kv, int64_t N) {
+    int bytes_q = backward_q_wgmma_bytes<ROPE>(), bytes_kv = backward_kv_wgmma_bytes<ROPE>(), heads = (int)(N / c.T) * c.H, tiles = (c.T + TILE_ROWS - 1) / TILE_ROWS;
+    CUDA_CHECK(cudaFuncSetAttribute(attention_backward_q_kernel<ROPE>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes_q));
+    CUDA_CHECK(cudaFuncSetAttribute(attention_backward_kv_kernel<ROPE>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes_kv));
+    attention_backward_kv_kernel<ROPE><<<(unsigned)(heads * tiles), GROUP_THREADS, (size_t)bytes_kv, stream>>>(c, q, kv, kr, d_att, G_.stat, d_kv, G_.share, heads);
+    attention_backward_q_kernel<ROPE><<<(unsigned)(heads * tiles), GROUP_THREADS, (size_t)bytes_q, stream>>>(c, q, kv, kr, d_att, G_.stat, d_q, heads);
+}
+static DenseAttention dense_of(const Model *g, const Layer *l) {
+    DenseAttention c = {(int)g->T, (int)g->c.H, (int)l->R, g->doc, (float)l->scale};
+    return c;
+}
+// att and lse from q (rotated), the expanded kv, and the rotated keys in the KV rows.
+static void gpu_by_head_attention_forward(const Model *g, Layer *l) {
+    (g->c.rope == 32 ? launch_dense_forward<32> : launch_dense_forward<64>)(dense_of(g, l), X(l->q), G_.kv, X(l->rows) + g->c.kv_lora, X(l->att), l->lse, g->N);
+}
+// d_q, d_kv and d_kr from d_att.
+static void gpu_by_head_attention_backward(const Model *g, Layer *l) {
+    DenseAttention c = dense_of(g, l);
+    int64_t rows = g->N * g->c.H, n = g->N * g->c.rope;
+    row_stat_kernel<<<blocks_for(rows * 8, BLOCK), BLOCK, 0, stream>>>(c, X(l->att), X(g->d_att), l->lse, G_.stat, rows);
+    (g->c.rope == 32 ? launch_dense_backward<32> : launch_dense_backward<64>)(c, X(l->q), G_.kv, X(l->rows) + g->c.kv_lora, X(g->d_att), X(g->d_q), G_.d_kv, g->N);
+    key_rope_sum_kernel<<<blocks_for(n, BLOCK), BLOCK, 0, stream>>>(c, G_.share, G_.d_kr, (int)g->c.rope, n);
+}
+// Whether a layer runs so: F in training, on a card and with sizes that the kernels have.
+static int by_head(const Model *g, const Layer *l) {
+    const Config *c = &g->c;
+    return l->letter == 'F' && g->training && G_.wgmma && c->nope == 64 && c->v_dim == 64 && (c->rope == 32 || c->rope == 64) && l->R % 8 == 0 && c->kv_lora % 8 == 0;
+}
+#else
+static void gpu_by_head_attention_forward(const Model *, Layer *) {}
+static void gpu_by_head_attention_backward(const Model *, Layer *) {}
+static int by_head(const Model *, const Layer *) { return 0; }
+#endif
+
 // The core of a layer: oc and lse from qrow and rows.
 static void gpu_core_forward(Model *g, Layer *l) {
     int teach = !g->learning && g->training && kl_teachers(g, l);
@@ -1960,9 +2671,21 @@ static void gpu_mla_forward(Model *g, Layer *l) {
     gpu_linear_forward(q, none, qr, weight(l->q_b), n, c->q_lora, H * hd);
     gpu_linear_forward(kva, none, xn, weight(l->kv_a), n, c->C, l->R);
     gpu_rmsnorm_forward(plain_rows(rows, l->R), l->rstd_kv + r0, plain_rows(kva, l->R), param(g, l->kv_a_norm), 0, n, c->kv_lora, 1e-6, T);
-    gpu_matmul_batch(qrow, H * l->Dk, l->Dk, none, q, H * hd, 1, hd, weight(l->kv_b), c->kv_lora, 1, wide * c->kv_lora, n, c->kv_lora, c->nope, H);
     gpu_rope(g, l, plain_rows(rows + c->kv_lora, l->R), 0, plain_rows(kva + c->kv_lora, l->R), 0, 1, INTERLEAVED, 1);
+    if (by_head(g, l)) {
+        gpu_rotate(g, l, plain_rows(q + c->nope, H * hd), hd, H, INTERLEAVED, 1);
+        return;
+    }
+    gpu_matmul_batch(qrow, H * l->Dk, l->Dk, none, q, H * hd, 1, hd, weight(l->kv_b), c->kv_lora, 1, wide * c->kv_lora, n, c->kv_lora, c->nope, H);
     gpu_rope(g, l, plain_rows(qrow + c->kv_lora, H * l->Dk), l->Dk, plain_rows(q + c->nope, H * hd), hd, H, INTERLEAVED, 1);
+}
+
+// F by head: keys and values of each head from the latent; made again in backward, not kept. They cost fewer products
+// than the shared row where everything is attended to: nope + rope + v channels a pair instead of 2 kv_lora + rope.
+static void gpu_by_head_expand(const Model *g, Layer *l) {
+    const Config *c = &g->c;
+    int64_t out = c->H * (c->nope + c->v_dim);
+    gpu_matmul(G_.kv, out, (floatX *)NULL, X(l->rows), l->R, 1, weight(l->kv_b), 1, c->kv_lora, g->N, out, c->kv_lora);
 }
 
 // x2 = x + o_proj(values of all heads)
@@ -1970,7 +2693,8 @@ static void gpu_mla_output_forward(Model *g, Layer *l) {
     const Config *c = &g->c;
     int64_t n = g->nr, r0 = g->r0, H = c->H, wide = c->nope + c->v_dim;
     floatX *none = NULL, *att = X(l->att) + r0 * l->n_att;
-    gpu_matmul_batch(att, l->n_att, c->v_dim, none, X(l->oc) + r0 * H * l->Dv, H * l->Dv, 1, l->Dv, weight(l->kv_b) + c->nope * c->kv_lora, 1, c->kv_lora, wide * c->kv_lora, n, c->v_dim, c->kv_lora, H);
+    if (!by_head(g, l))
+        gpu_matmul_batch(att, l->n_att, c->v_dim, none, X(l->oc) + r0 * H * l->Dv, H * l->Dv, 1, l->Dv, weight(l->kv_b) + c->nope * c->kv_lora, 1, c->kv_lora, wide * c->kv_lora, n, c->v_dim, c->kv_lora, H);
     gpu_linear_forward(X(l->x2) + r0 * c->C, X(l->x) + r0 * c->C, att, weight(l->o), n, l->n_att, c->C);
 }
 
@@ -1980,6 +2704,7 @@ static void gpu_mla_output_backward(Model *g, Layer *l) {
     float *dw = grad(g, l->kv_b) + v;
     floatX *none = NULL, *d_att = X(g->d_att);
     gpu_linear_backward(d_att, 0, grad(g, l->o), X(g->dx), X(l->att), weight(l->o), N, l->n_att, c->C);
+    if (by_head(g, l)) return;
     gpu_matmul_batch(X(g->d_oc), H * l->Dv, l->Dv, none, d_att, l->n_att, 1, c->v_dim, weight(l->kv_b) + v, c->kv_lora, 1, wide * c->kv_lora, N, c->kv_lora, c->v_dim, H);
     gpu_matmul_batch(dw, c->kv_lora, wide * c->kv_lora, dw, d_att, 1, l->n_att, c->v_dim, X(l->oc), H * l->Dv, 1, l->Dv, c->v_dim, c->kv_lora, N, H);
 }
@@ -1989,10 +2714,18 @@ static void gpu_mla_backward(Model *g, Layer *l) {
     int64_t N = g->N, H = c->H, hd = c->nope + c->rope, wide = c->nope + c->v_dim, T = g->T;
     float *dw = grad(g, l->kv_b);
     floatX *none = NULL, *d_q = X(g->d_q), *d_qrow = X(g->d_qrow), *d_qr = X(g->d_qr), *d_kva = X(g->d_kva), *dxn = X(g->dxn);
-    gpu_matmul_batch(d_q, H * hd, hd, none, d_qrow, H * l->Dk, 1, l->Dk, weight(l->kv_b), 1, c->kv_lora, wide * c->kv_lora, N, c->nope, c->kv_lora, H);
-    gpu_matmul_batch(dw, c->kv_lora, wide * c->kv_lora, dw, X(l->q), 1, H * hd, hd, d_qrow, H * l->Dk, 1, l->Dk, c->nope, c->kv_lora, N, H);
-    gpu_rope(g, l, plain_rows(d_q + c->nope, H * hd), hd, plain_rows(d_qrow + c->kv_lora, H * l->Dk), l->Dk, H, INTERLEAVED, -1);
-    gpu_rope(g, l, plain_rows(d_kva + c->kv_lora, l->R), 0, plain_rows(g->d_rows + c->kv_lora, l->R), 0, 1, INTERLEAVED, -1);
+    if (by_head(g, l)) {
+        int64_t out = H * wide;
+        gpu_rotate(g, l, plain_rows(d_q + c->nope, H * hd), hd, H, INTERLEAVED, -1);
+        gpu_matmul(g->d_rows, l->R, (float *)NULL, G_.d_kv, out, 1, weight(l->kv_b), c->kv_lora, 1, N, c->kv_lora, out);
+        gpu_matmul(dw, c->kv_lora, dw, G_.d_kv, 1, out, X(l->rows), l->R, 1, out, c->kv_lora, N);
+        gpu_rope(g, l, plain_rows(d_kva + c->kv_lora, l->R), 0, plain_rows(G_.d_kr, c->rope), 0, 1, INTERLEAVED, -1);
+    } else {
+        gpu_matmul_batch(d_q, H * hd, hd, none, d_qrow, H * l->Dk, 1, l->Dk, weight(l->kv_b), 1, c->kv_lora, wide * c->kv_lora, N, c->nope, c->kv_lora, H);
+        gpu_matmul_batch(dw, c->kv_lora, wide * c->kv_lora, dw, X(l->q), 1, H * hd, hd, d_qrow, H * l->Dk, 1, l->Dk, c->nope, c->kv_lora, N, H);
+        gpu_rope(g, l, plain_rows(d_q + c->nope, H * hd), hd, plain_rows(d_qrow + c->kv_lora, H * l->Dk), l->Dk, H, INTERLEAVED, -1);
+        gpu_rope(g, l, plain_rows(d_kva + c->kv_lora, l->R), 0, plain_rows(g->d_rows + c->kv_lora, l->R), 0, 1, INTERLEAVED, -1);
+    }
     gpu_linear_backward(d_qr, 0, grad(g, l->q_b), d_q, X(l->qr), weight(l->q_b), N, c->q_lora, H * hd);
     gpu_rmsnorm_backward(plain_rows(d_qr, c->q_lora), 0, grad(g, l->q_a_norm), plain_rows(d_qr, c->q_lora), l->rstd_q, plain_rows(X(l->qa), c->q_lora), param(g, l->q_a_norm), 0, N, c->q_lora, T);
     gpu_linear_backward(dxn, 0, grad(g, l->q_a), d_qr, X(l->xn), weight(l->q_a), N, c->C, c->q_lora);
@@ -2370,7 +3103,10 @@ static void gpu_attention_forward(Model *g, Layer *l) {
         (mla ? gpu_mla_index_forward : v4 ? gpu_v4_index_forward : gpu_qsa_index_forward)(g, l);
         if (!g->fixed_selection && !g->dense) gpu_select_forward(g, l);
     }
-    gpu_core_forward(g, l);
+    if (by_head(g, l)) {
+        gpu_by_head_expand(g, l);
+        gpu_by_head_attention_forward(g, l);
+    } else gpu_core_forward(g, l);
     (mla ? gpu_mla_output_forward : v4 ? gpu_v4_output_forward : gpu_qsa_output_forward)(g, l);
 }
 
@@ -2378,7 +3114,10 @@ static void gpu_attention_forward(Model *g, Layer *l) {
 static void gpu_attention_backward(Model *g, Layer *l) {
     int mla = is_mla(l->letter), v4 = is_v4(l->letter);
     (mla ? gpu_mla_output_backward : v4 ? gpu_v4_output_backward : gpu_qsa_output_backward)(g, l);
-    gpu_core_backward(g, l);
+    if (by_head(g, l)) {
+        gpu_by_head_expand(g, l);
+        gpu_by_head_attention_backward(g, l);
+    } else gpu_core_backward(g, l);
     (mla ? gpu_mla_backward : v4 ? gpu_v4_backward : gpu_qsa_backward)(g, l);
     if (!is_sparse(l->letter)) return;
     (mla ? gpu_mla_index_backward : v4 ? gpu_v4_index_backward : gpu_qsa_index_backward)(g, l);
@@ -2722,13 +3461,19 @@ static void gpu_from_host(Model *m) {
 }
 
 // Scratch that both models use: as large as the larger needs.
-typedef struct { int64_t space, kl_space, place, pairs, lists, starts, delta, wide, slots, partial, chosen; } Needs;
+typedef struct { int64_t space, kl_space, place, pairs, lists, starts, delta, wide, slots, partial, chosen, by_head; } Needs;
 static void gpu_needs(Needs *x, const Model *g) {
     const Config *c = &g->c;
     int64_t longest = 1, cand = 0; // a chunk holds at least one query of the longest support, at most about half a gibibyte
     x->wide = max64(x->wide, max64(max64(c->C, c->q_lora), max64(c->F, c->kv_lora + c->rope)));
     for (int64_t i = 0; i < c->L; i++) {
         const Layer *l = &g->layers[i];
+        x->starts = max64(x->starts, g->B * l->n_rows + 1);
+        x->wide = max64(x->wide, max64(l->R, c->H));
+        if (by_head(g, l)) {
+            x->by_head = g->N * c->H * (c->nope + c->v_dim);
+            continue;
+        }
         for (int dense = 0; dense <= (c->warmup_dense > 0); dense++) { // what the layer needs in each stage
             Model stage = *g;
             stage.dense = dense;
@@ -2751,8 +3496,6 @@ static void gpu_needs(Needs *x, const Model *g) {
                 x->lists = max64(x->lists, g->N * c->topk);
             }
         }
-        x->starts = max64(x->starts, g->B * l->n_rows + 1);
-        x->wide = max64(x->wide, max64(l->R, c->H));
     }
     int64_t least = max64(2 * c->H * longest, c->HI * cand);
     x->space = max64(x->space, max64(least, min64(g->N * c->H * longest, (int64_t)1 << 27)));
@@ -2802,6 +3545,13 @@ static void gpu_plan_walk(Arena *a) {
     G_.dots = plan_real(a, name, x.kl_space);
     name = "sums, inverse lists, optimizer";
     if (g->training) {
+        if (x.by_head) {
+            G_.kv = (floatX *)plan_take(a, "F by head", (size_t)x.by_head * sizeof(floatX));
+            G_.d_kv = (floatX *)plan_take(a, "F by head", (size_t)x.by_head * sizeof(floatX));
+            G_.share = (floatX *)plan_take(a, "F by head", (size_t)(g->N * c->H * c->rope) * sizeof(floatX));
+            G_.d_kr = plan_real(a, "F by head", g->N * c->rope);
+            G_.stat = (float2 *)plan_take(a, "F by head", (size_t)(g->N * c->H) * sizeof(float2));
+        }
         G_.delta = plan_real(a, name, x.delta);
         G_.partial = plan_real(a, name, ROW_PARTS * x.wide);
         G_.index_grads = (floatX *)plan_take(a, name, (size_t)(g->N * c->HI * (c->DI + 1)) * sizeof(floatX));
@@ -2838,11 +3588,31 @@ static void gpu_model(Model *g, const Model *m, int64_t B, int64_t T, int traini
     g->logit_rows = training ? max64(1, min64(g->N, ((int64_t)1 << 28) / g->Vp)) : 1; // half a gibibyte in bf16
 }
 
+__global__ static void has_wgmma_kernel(int *yes) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    *yes = 1;
+#else
+    *yes = 0;
+#endif
+}
+// Whether this card runs wgmma and this program was compiled for it.
+static int gpu_has_wgmma(void) {
+    static int known = -1;
+    int *yes;
+    if (known >= 0) return known;
+    CUDA_CHECK(cudaMalloc(&yes, sizeof(int)));
+    has_wgmma_kernel<<<1, 1>>>(yes);
+    CUDA_CHECK(cudaMemcpy(&known, yes, sizeof(int), cudaMemcpyDeviceToHost));
+    CUDA_CHECK(cudaFree(yes));
+    return known;
+}
+
 // What device memory a run needs, without taking any: for training when B, and for generation.
 static void gpu_prepare(Model *m, int64_t B, int64_t T) {
     int devices = 0;
     if (cudaGetDeviceCount(&devices) != cudaSuccess || !devices) die("no CUDA device: expected an NVIDIA GPU and its driver; ./train_cpu trains on the CPU");
     memset(&G_, 0, sizeof G_);
+    G_.wgmma = sizeof(floatX) < sizeof(float) && gpu_has_wgmma();
     if (B * T * max64(m->c.topk, 1) >= (int64_t)1 << 31) die("B * T * k = %lld: the inverse lists of this version hold less than 2^31 pairs", (long long)(B * T * m->c.topk));
     gpu_model(&G_.g, m, B, T, B > 0);
     if (!B || m->c.sample_every) gpu_model(&G_.row, m, 1, (int64_t)strlen(m->c.prompt) + 1 + m->c.sample_tokens, 0);
@@ -3127,7 +3897,31 @@ static void gpu_report(void) {
     CUDA_CHECK(cudaRuntimeGetVersion(&runtime));
     printf("device: %s, sm_%d%d, %zu MiB, %d multiprocessors; CUDA %d.%d, driver %d.%d\n", p.name, p.major, p.minor, p.totalGlobalMem >> 20, p.multiProcessorCount,
            runtime / 1000, runtime % 100 / 10, driver / 1000, driver % 100 / 10);
-    printf("kernels: plain, deterministic (no float atomics); %s\n", PRECISION);
+    printf("precision: %s; deterministic: no float atomics\n", PRECISION);
+}
+
+// Which kernels the layers run, and why not the faster ones; once for each letter of the pattern.
+static void gpu_report_paths(void) {
+    const Model *g = &G_.g;
+    const char *small = sizeof(floatX) == sizeof(float) ? "float32" : "no kernel for these sizes";
+    char seen[8] = "";
+    for (int64_t i = 0; i < g->c.L; i++) {
+        const Layer *l = &g->layers[i];
+        if (strchr(seen, l->letter)) continue;
+        seen[strlen(seen)] = l->letter;
+        printf("layer %c: attention by %s", l->letter,
+               by_head(g, l)                                   ? "wgmma, a key and value for each head"
+               : is_mla(l->letter) && attends_to_all(g, l)     ? (G_.wgmma ? "matrix products over chunks of queries (no wgmma kernel for these sizes)" : "matrix products over chunks of queries (no wgmma here)")
+               : fast_core(g, l)                               ? "tensor cores over gathered rows"
+                                                               : "plain kernels");
+        if (!by_head(g, l) && !(is_mla(l->letter) && attends_to_all(g, l)) && !fast_core(g, l)) printf(" (%s)", small);
+        if (is_sparse(l->letter)) {
+            Core c = core_of(g, l);
+            printf("; selection by HyTopK, streaming, %s", stream_fits(c) ? "tensor cores" : "plain");
+            if (!stream_fits(c)) printf(" (%s)", c.control ? "--selector" : small);
+        }
+        printf("\n");
+    }
 }
 
 #ifndef TESTING
@@ -3151,6 +3945,7 @@ int main(int argc, char **argv) {
         m.doc = (int32_t *)xalloc((size_t)m.N * sizeof(int32_t));
     }
     gpu_open(&m, c.B, c.T);
+    gpu_report_paths();
     if (c.verify) {
         for (int64_t b = 0; b < m.B; b++) loader_row(&data[0], b, m.tokens + b * m.T, m.targets + b * m.T);
         m.learning = 1;
