@@ -3,8 +3,8 @@
 #   make            everything this machine can build
 #   make run        build and start the default training
 #   make test       build and run all tests this machine can run (a few minutes)
-#   make cuda-all   compile the CUDA trainer for every architecture it claims (sm_80, sm_90a, sm_100)
-#   make test-gpu   the CUDA trainer against the reference (needs a GPU)
+#   make cuda-all   compile the CUDA trainer for every architecture it claims (sm_80, sm_90a, sm_100), and the lessons of dev/cuda
+#   make test-gpu   the CUDA trainer against the reference (needs a GPU); make build/lesson_NAME builds dev/cuda/NAME.cu
 #   make test-long  the trainings that prove it learns (a quarter of an hour on two cores)
 #   make bench      the measured tables of dev/bench
 #   make clean
@@ -110,6 +110,8 @@ cuda-all:
 	$(NVCC) $(call cuda_flags,$$sm,bf16) -o $(BUILD)/train_gpt_sparse_$$sm train_gpt_sparse.cu $(CUDA_LIBS) || exit 1; done
 	@echo "compiling train_gpt_sparse.cu for sm_90a, PRECISION=fp32"
 	@$(NVCC) $(call cuda_flags,90a,fp32) -o $(BUILD)/train_gpt_sparse_fp32 train_gpt_sparse.cu $(CUDA_LIBS)
+	@for lesson in $(basename $(notdir $(wildcard dev/cuda/*.cu))); do for sm in 80 90a; do echo "compiling dev/cuda/$$lesson.cu for sm_$$sm"; \
+	$(NVCC) $(call cuda_flags,$$sm) -o $(BUILD)/lesson_$${lesson}_$$sm dev/cuda/$$lesson.cu $(CUDA_LIBS) || exit 1; done; done
 
 # With a GPU and nvcc the CUDA trainer on a 7M model, else the CPU trainer on a 1M model.
 run: all

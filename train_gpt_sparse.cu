@@ -3784,10 +3784,9 @@ static int verdict_good(const Verdict *v) {
     return v->loss < LIMIT_LOSS * few && v->kl < LIMIT_KL && v->output < LIMIT_OUTPUT && v->index < LIMIT_OUTPUT && v->grad < LIMIT_GRAD && v->cosine > LIMIT_COSINE && v->unexplained == 0;
 }
 
-// Relative error of n values of the device; in bf16 the host takes them over.
+// Relative error of n values of the device, which the host then takes over.
 static double take_over(real *host, const floatX *device, int64_t n) {
     double error = gpu_difference(device, host, n, 0).error;
-    if (sizeof(floatX) == sizeof(float)) return error;
     float *x = gpu_read(device, n);
     memcpy(host, x, (size_t)n * sizeof(float));
     free(x);
@@ -3797,9 +3796,9 @@ static double take_over(real *host, const floatX *device, int64_t n) {
 // The same step on both sides. h is a host model with its buffers planned, tokens and targets set, learning. Selections
 // are compared first: where the sets differ, the reference's scores of the swapped candidates must lie within rounding of
 // its k-th (unless an earlier layer chose differently: then this one's inputs differ by more). Then the device takes the
-// reference's selections. In bf16 the reference's backward takes the device's index queries and keys, once these have been
-// compared: the gradient of a relu jumps where a dot product crosses 0, and rounding moves one in seven hundred across. What
-// follows compares arithmetic alone.
+// reference's selections. The reference's backward takes the device's index queries and keys, once these have been
+// compared: the gradient of a relu jumps where a dot product crosses 0, and bf16 moves one in seven hundred across. What follows
+// compares arithmetic alone.
 static Verdict gpu_compare(Model *h, int print) {
     Model *g = &G_.g;
     Verdict v;
