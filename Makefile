@@ -100,7 +100,7 @@ $(BUILD)/test_oracle_cuda_%: dev/test/test_oracle.c train_gpt_sparse.cu $(SOURCE
 	$(NVCC) $(call cuda_flags,$(SM),$*) -x cu -DORACLE_CUDA -o $@ $< $(CUDA_LIBS)
 
 # The lessons: one file a kernel, from the plain to the fast, each verified and timed.
-$(BUILD)/lesson_%: dev/cuda/%.cu dev/cuda/common.h Makefile
+$(BUILD)/lesson_%: dev/cuda/%.cu $(wildcard dev/cuda/*.h) Makefile
 	@mkdir -p $(BUILD)
 	$(NVCC) $(call cuda_flags,$(SM)) -o $@ $< $(CUDA_LIBS)
 

@@ -1,5 +1,5 @@
-// What the kernel course shares: checked calls, random inputs, poison, comparison, timing, and the three instructions that
-// every tensor-core kernel for sm_80 and later is made of (ldmatrix, mma, cp.async).
+// What the kernel course shares: checked calls, random inputs, poison, comparison, timing, the three instructions that every
+// tensor-core kernel for sm_80 and later is made of (ldmatrix, mma, cp.async), and whether there is wgmma.
 #ifndef HYSCALE_CUDA_COMMON_H
 #define HYSCALE_CUDA_COMMON_H
 #include <stdio.h>
@@ -148,5 +148,41 @@ __device__ static inline uint32_t pack_bf16(float lo, float hi) {
     uint32_t r;
     memcpy(&r, &v, 4);
     return r;
+}
+
+// ---- Hopper's products (sm_90a): their fences, and whether this machine and this program have them
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+__device__ static inline void wgmma_fence(void) { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ static inline void wgmma_commit(void) { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+#endif
+__global__ static void has_wgmma_kernel(int *yes) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    *yes = 1;
+#endif
+}
+// Whether this card runs wgmma and this program was compiled for it.
+static int has_wgmma(void) {
+    static int known = -1, *yes;
+    if (known >= 0) return known;
+    CUDA_CHECK(cudaMalloc(&yes, sizeof(int)));
+    CUDA_CHECK(cudaMemset(yes, 0, sizeof(int)));
+    has_wgmma_kernel<<<1, 1>>>(yes);
+    CUDA_CHECK(cudaGetLastError());
+    CUDA_CHECK(cudaMemcpy(&known, yes, sizeof(int), cudaMemcpyDeviceToHost));
+    CUDA_CHECK(cudaFree(yes));
+    return known;
+}
+
+// ---- launches and reductions
+
+static inline unsigned blocks_for(int64_t n, int64_t block) { return (unsigned)((n + block - 1) / block); }
+__device__ static inline float warp_sum(float v) {
+    for (int o = 16; o > 0; o /= 2) v += __shfl_xor_sync(0xffffffffu, v, o);
+    return v;
+}
+__device__ static inline float warp_max(float v) {
+    for (int o = 16; o > 0; o /= 2) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, o));
+    return v;
 }
 #endif

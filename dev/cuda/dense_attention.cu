@@ -88,11 +88,6 @@ static void dense_attention_backward_cpu(DenseAttention c, const float *q, const
 
 // ---- what both kernels' backward needs around its core
 
-__device__ static inline float warp_sum(float v) {
-    for (int o = 16; o > 0; o /= 2) v += __shfl_xor_sync(0xffffffffu, v, o);
-    return v;
-}
-
 // stat [B*H, T] = (lse log2(e), delta) of every row and head, a head's rows side by side as its tiles read them. 8 threads a row, 16 bytes of bf16 each.
 template <class X> __global__ static void row_stat_kernel(DenseAttention c, const X *att, const X *d_att, const float *lse, float2 *stat, int N) {
     int64_t row = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / 8, rows = (int64_t)N * c.H;
@@ -226,18 +221,17 @@ template <class X> __global__ static void attention_backward_kv_kernel1(DenseAtt
     }
 }
 
-static unsigned blocks_of(int64_t threads, int block) { return (unsigned)((threads + block - 1) / block); }
 template <class X> static void dense_attention_forward_plain(DenseAttention c, const X *q, const X *kv, const X *kr, X *att, float *lse, int N) {
-    attention_forward_kernel1<X><<<blocks_of((int64_t)N * c.H * 32, PLAIN_THREADS), PLAIN_THREADS>>>(c, q, kv, kr, att, lse, N);
+    attention_forward_kernel1<X><<<blocks_for((int64_t)N * c.H * 32, PLAIN_THREADS), PLAIN_THREADS>>>(c, q, kv, kr, att, lse, N);
     CUDA_CHECK(cudaGetLastError());
 }
 template <class X> static void dense_attention_backward_plain(DenseAttention c, const X *q, const X *kv, const X *kr, const X *att, const float *lse, const X *d_att,
                                                               X *d_q, X *d_kv, float *d_kr, float2 *stat, X *share, int N) {
-    unsigned warps = blocks_of((int64_t)N * c.H * 32, PLAIN_THREADS);
-    row_stat_kernel<X><<<blocks_of((int64_t)N * c.H * 8, 256), 256>>>(c, att, d_att, lse, stat, N);
+    unsigned warps = blocks_for((int64_t)N * c.H * 32, PLAIN_THREADS);
+    row_stat_kernel<X><<<blocks_for((int64_t)N * c.H * 8, 256), 256>>>(c, att, d_att, lse, stat, N);
     attention_backward_q_kernel1<X><<<warps, PLAIN_THREADS>>>(c, q, kv, kr, d_att, stat, d_q, N);
     attention_backward_kv_kernel1<X><<<warps, PLAIN_THREADS>>>(c, q, kv, kr, d_att, stat, d_kv, share, N);
-    key_rope_sum_kernel<X><<<blocks_of((int64_t)N * c.rope, 256), 256>>>(c, share, d_kr, N);
+    key_rope_sum_kernel<X><<<blocks_for((int64_t)N * c.rope, 256), 256>>>(c, share, d_kr, N);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -479,8 +473,6 @@ static void attention_forward_kernel2(DenseAttention c, const bf16 *q, const bf1
 // panel and descriptor serve, only the steps from one 16 to the next differ.
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-__device__ static inline void wgmma_fence(void) { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ static inline void wgmma_commit(void) { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 __device__ static inline void fence_async_proxy(void) { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // What a product reads or adds to must be in its registers before the fence: nothing says so to the compiler but this.
 template <int N> __device__ static inline void in_registers(float (&c)[N][4]) {
@@ -1017,23 +1009,6 @@ static void backward_launch(DenseAttention c, const bf16 *q, const bf16 *kv, con
 }
 static int sizes_are(DenseAttention c, int nope, int rope, int v) { return c.nope == nope && c.rope == rope && c.v == v; }
 
-__global__ static void has_wgmma_kernel(int *yes) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    *yes = 1;
-#endif
-}
-// Whether this card runs wgmma and this program was compiled for it.
-static int has_wgmma(void) {
-    static int known = -1, *yes;
-    if (known >= 0) return known;
-    CUDA_CHECK(cudaMalloc(&yes, sizeof(int)));
-    CUDA_CHECK(cudaMemset(yes, 0, sizeof(int)));
-    has_wgmma_kernel<<<1, 1>>>(yes);
-    CUDA_CHECK(cudaGetLastError());
-    CUDA_CHECK(cudaMemcpy(&known, yes, sizeof(int), cudaMemcpyDeviceToHost));
-    CUDA_CHECK(cudaFree(yes));
-    return known;
-}
 template <int ROPE> static void forward_wgmma_launch(DenseAttention c, const bf16 *q, const bf16 *kv, const bf16 *kr, bf16 *att, float *lse, int N) {
     int bytes = forward_wgmma_bytes<ROPE>(), heads = N / c.T * c.H, tiles = (c.T + QUERIES - 1) / QUERIES;
     CUDA_CHECK(cudaFuncSetAttribute(attention_forward_kernel3<ROPE>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
@@ -1085,9 +1060,9 @@ static int dense_attention_backward(DenseAttention c, const bf16 *q, const bf16 
         dense_attention_backward_plain<bf16>(c, q, kv, kr, att, lse, d_att, d_q, d_kv, d_kr, stat, share, N);
         return 1;
     }
-    row_stat_kernel<bf16><<<blocks_of((int64_t)N * c.H * 8, 256), 256>>>(c, att, d_att, lse, stat, N);
+    row_stat_kernel<bf16><<<blocks_for((int64_t)N * c.H * 8, 256), 256>>>(c, att, d_att, lse, stat, N);
     launch(c, q, kv, kr, d_att, stat, d_q, d_kv, share, N);
-    key_rope_sum_kernel<bf16><<<blocks_of((int64_t)N * c.rope, 256), 256>>>(c, share, d_kr, N);
+    key_rope_sum_kernel<bf16><<<blocks_for((int64_t)N * c.rope, 256), 256>>>(c, share, d_kr, N);
     CUDA_CHECK(cudaGetLastError());
     return launch == backward_wgmma_launch<32> || launch == backward_wgmma_launch<64> ? 3 : 2;
 }

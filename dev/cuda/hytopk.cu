@@ -537,8 +537,6 @@ __device__ static inline void tma_load(uint32_t to, const CUtensorMap *map, uint
 }
 // Rows of 128 bytes, 128-byte swizzle: groups of 8 rows are 1024 bytes apart. Descriptors differ in the address alone, in units of 16 bytes.
 __device__ static inline uint64_t wgmma_descriptor(uint32_t at16) { return (uint64_t)(at16 | 1u << 16) | 64ull << 32 | 1ull << 62; }
-__device__ static inline void wgmma_fence(void) { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ static inline void wgmma_commit(void) { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> __device__ static inline void wgmma_wait(void) { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
 
 #define R8(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
@@ -1014,24 +1012,6 @@ template <int METHOD> static void topk_stream(const TopK &c, const int *list, co
 }
 
 // ---- host: versions 4 and 5
-
-__global__ static void has_wgmma_kernel(int *yes) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    *yes = 1;
-#endif
-}
-// Whether this card runs wgmma and this program was compiled for it.
-static int has_wgmma(void) {
-    static int known = -1;
-    int *yes;
-    if (known >= 0) return known;
-    CUDA_CHECK(cudaMalloc(&yes, sizeof(int)));
-    CUDA_CHECK(cudaMemset(yes, 0, sizeof(int)));
-    has_wgmma_kernel<<<1, 1>>>(yes);
-    CUDA_CHECK(cudaMemcpy(&known, yes, sizeof(int), cudaMemcpyDeviceToHost));
-    CUDA_CHECK(cudaFree(yes));
-    return known;
-}
 
 // Matrix [rows, D] in boxes of [box, 64 channels]; what lies outside is zero. The driver's function is asked for at run time: no -lcuda.
 static CUtensorMap tensor_map(const void *p, int64_t rows, int D, int box) {

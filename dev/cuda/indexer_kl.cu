@@ -19,8 +19,7 @@
 // The dense stage (all candidates visible) is plain matrix products but for its middle, a kernel a row: dense_kl_kernel at the end.
 //
 // Run: indexer_kl [seed [small]]; small: checks only.
-#include "common.h"
-#include <cub/cub.cuh>
+#include "pair_lists.h"
 
 // Operands that all versions share; the index queries and keys, whose type differs, come beside it.
 typedef struct {
@@ -89,10 +88,6 @@ static void indexer_kl_cpu(IndexerKL c, const float *q, const float *k, int N, d
 
 // ---- shared by the kernels
 
-__device__ static inline float warp_sum(float v) {
-    for (int o = 16; o > 0; o /= 2) v += __shfl_xor_sync(0xffffffffu, v, o);
-    return v;
-}
 // Sum, or maximum, over a block of at most 32 warps; all threads get it. shared [32].
 __device__ static float block_sum(float v, float *shared) {
     v = warp_sum(v);
@@ -104,7 +99,7 @@ __device__ static float block_sum(float v, float *shared) {
     return s;
 }
 __device__ static float block_max(float v, float *shared) {
-    for (int o = 16; o > 0; o /= 2) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, o));
+    v = warp_max(v);
     __syncthreads();
     if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = v;
     __syncthreads();
@@ -153,19 +148,6 @@ __global__ static void pairs_kernel(const int32_t *sel, uint32_t *key, uint32_t 
     if (x >= n) return;
     key[x] = sel[x] < 0 ? none : (uint32_t)((i0 + x / k) / T * n_cand + sel[x]);
     pair[x] = (uint32_t)x;
-}
-// slot_of[pair] = its rank in the sorted list; start [candidates + 1]: where each candidate's pairs begin.
-__global__ static void ranks_kernel(const uint32_t *key, const uint32_t *pair, int32_t *slot_of, int32_t *start, int candidates, int n) {
-    int x = (int)(blockIdx.x * blockDim.x + threadIdx.x);
-    if (x < n) slot_of[pair[x]] = x;
-    if (x > candidates) return;
-    int a = 0, b = n;
-    while (a < b) {
-        int mid = a + (b - a) / 2;
-        if (key[mid] < (uint32_t)x) a = mid + 1;
-        else b = mid;
-    }
-    start[x] = a;
 }
 
 // ---- kernel 1: the plain version
@@ -597,34 +579,11 @@ dense_kl_kernel(X *x, const float *w, const float *mass, float *score, const int
 
 // ---- launchers
 
-static unsigned blocks_for(int64_t n, int64_t block) { return (unsigned)((n + block - 1) / block); }
-
-// The sorted list of a chunk's pairs, for at most max_pairs pairs and this many candidates.
-typedef struct { uint32_t *key, *key2, *pair, *pair2; int32_t *slot_of, *start; void *space; size_t bytes; } PairLists;
-static PairLists pair_lists_new(int64_t max_pairs, int64_t candidates) {
-    PairLists p;
-    p.key = device_poison<uint32_t>(max_pairs);
-    p.key2 = device_poison<uint32_t>(max_pairs);
-    p.pair = device_poison<uint32_t>(max_pairs);
-    p.pair2 = device_poison<uint32_t>(max_pairs);
-    p.slot_of = device_poison<int32_t>(max_pairs);
-    p.start = device_poison<int32_t>(candidates + 1);
-    p.bytes = 0;
-    CUDA_CHECK(cub::DeviceRadixSort::SortPairs(NULL, p.bytes, p.key, p.key2, p.pair, p.pair2, (int)max_pairs));
-    CUDA_CHECK(cudaMalloc(&p.space, p.bytes));
-    return p;
-}
-static void pair_lists_free(PairLists *p) {
-    void *all[] = {p->key, p->key2, p->pair, p->pair2, p->slot_of, p->start, p->space};
-    for (void *one : all) CUDA_CHECK(cudaFree(one));
-}
 // Queries i0..i0+n. The sort is stable: a candidate's pairs stay in the order of the queries.
 static void pair_lists_build(PairLists *p, IndexerKL c, int B, int i0, int n) {
-    int pairs = n * c.k, candidates = B * c.n_cand, bits = 1;
-    while (candidates >> bits) bits++;
+    int pairs = n * c.k, candidates = B * c.n_cand;
     pairs_kernel<<<blocks_for(pairs, 256), 256>>>(c.sel + (int64_t)i0 * c.k, p->key, p->pair, i0, c.T, c.k, c.n_cand, (uint32_t)candidates, pairs);
-    CUDA_CHECK(cub::DeviceRadixSort::SortPairs(p->space, p->bytes, p->key, p->key2, p->pair, p->pair2, pairs, 0, bits));
-    ranks_kernel<<<blocks_for(std::max(pairs, candidates + 1), 256), 256>>>(p->key2, p->pair2, p->slot_of, p->start, candidates, pairs);
+    pair_lists_sort(p, pairs, candidates);
 }
 
 // Kernel 1 for queries i0..i0+n; lists are those of the chunk.

@@ -18,8 +18,7 @@
 //           "psum":            no gradient, only psum: the teacher in a forward pass
 //
 // Run: sparse_attention [seed [small]]; small: checks only.
-#include "common.h"
-#include <cub/cub.cuh>
+#include "pair_lists.h"
 
 // What all versions need beside the tensors, whose type differs: qrow, d_qrow [N, H, Dk], rows [B, n_rows, R], oc, d_oc [N, H, Dv].
 typedef struct {
@@ -87,15 +86,6 @@ static void sparse_backward_cpu(SparseAttention c, const float *q, const float *
 
 // ---- the pairs (query, place) of a chunk of queries, sorted by KV row: kernel 1 walks them, kernel 2 writes its rows in that order
 
-__device__ static inline float warp_sum(float v) {
-    for (int o = 16; o > 0; o /= 2) v += __shfl_xor_sync(0xffffffffu, v, o);
-    return v;
-}
-__device__ static inline float warp_max(float v) {
-    for (int o = 16; o > 0; o /= 2) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, o));
-    return v;
-}
-
 // key = the pair's row among all B*n_rows, or none behind the last place; pair = (i - i0) * S + j.
 __global__ static void pairs_kernel(SparseAttention c, uint32_t *key, uint32_t *pair, int i0, uint32_t none, int n) {
     int x = (int)(blockIdx.x * blockDim.x + threadIdx.x);
@@ -103,18 +93,6 @@ __global__ static void pairs_kernel(SparseAttention c, uint32_t *key, uint32_t *
     int i = i0 + x / c.S, j = x % c.S;
     key[x] = j < c.count[i] ? (uint32_t)(i / c.T * c.n_rows + c.place[(int64_t)i * c.S + j]) : none;
     pair[x] = (uint32_t)x;
-}
-// slot_of[pair] = its rank in the sorted list; start [rows + 1]: where the pairs of each row begin.
-__global__ static void ranks_kernel(const uint32_t *key, const uint32_t *pair, int32_t *slot_of, int32_t *start, int rows, int n) {
-    int x = (int)(blockIdx.x * blockDim.x + threadIdx.x), a = 0, b = n;
-    if (x < n) slot_of[pair[x]] = x;
-    if (x > rows) return;
-    while (a < b) {
-        int mid = a + (b - a) / 2;
-        if (key[mid] < (uint32_t)x) a = mid + 1;
-        else b = mid;
-    }
-    start[x] = a;
 }
 
 // ---- kernel 1: the plain version
@@ -672,35 +650,11 @@ template <class P> __global__ static void rows_sum_kernel(float *d_rows, int R, 
 
 // ---- launchers
 
-static unsigned blocks_for(int64_t n, int64_t block) { return (unsigned)((n + block - 1) / block); }
-
-// The sorted list of a chunk's pairs, for at most max_pairs pairs and this many KV rows.
-typedef struct { uint32_t *key, *key2, *pair, *pair2; int32_t *slot_of, *start; void *space; size_t bytes; } PairLists;
-static PairLists pair_lists_new(int64_t max_pairs, int64_t rows) {
-    PairLists p;
-    p.key = device_poison<uint32_t>(max_pairs);
-    p.key2 = device_poison<uint32_t>(max_pairs);
-    p.pair = device_poison<uint32_t>(max_pairs);
-    p.pair2 = device_poison<uint32_t>(max_pairs);
-    p.slot_of = device_poison<int32_t>(max_pairs);
-    p.start = device_poison<int32_t>(rows + 1);
-    p.bytes = 0;
-    CUDA_CHECK(cub::DeviceRadixSort::SortPairs(NULL, p.bytes, p.key, p.key2, p.pair, p.pair2, (int)max_pairs));
-    CUDA_CHECK(cudaMalloc(&p.space, p.bytes));
-    return p;
-}
-static void pair_lists_free(PairLists *p) {
-    void *all[] = {p->key, p->key2, p->pair, p->pair2, p->slot_of, p->start, p->space};
-    for (void *one : all) CUDA_CHECK(cudaFree(one));
-}
 // Queries i0..i0+n. The sort is stable: a row's pairs stay in the order of the queries.
 static void pair_lists_build(PairLists *p, SparseAttention c, int B, int i0, int n) {
-    int pairs = n * c.S, rows = B * c.n_rows, bits = 1;
-    while (rows >> bits) bits++;
+    int pairs = n * c.S, rows = B * c.n_rows;
     pairs_kernel<<<blocks_for(pairs, 256), 256>>>(c, p->key, p->pair, i0, (uint32_t)rows, pairs);
-    CUDA_CHECK(cub::DeviceRadixSort::SortPairs(p->space, p->bytes, p->key, p->key2, p->pair, p->pair2, pairs, 0, bits));
-    ranks_kernel<<<blocks_for(std::max(pairs, rows + 1), 256), 256>>>(p->key2, p->pair2, p->slot_of, p->start, rows, pairs);
-    CUDA_CHECK(cudaGetLastError());
+    pair_lists_sort(p, pairs, rows);
 }
 
 // Kernel 1 for queries i0..i0+n; p, ds [n, S, H] scratch; the lists are those of the chunk.
