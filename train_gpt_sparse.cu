@@ -14,8 +14,10 @@ Contents, in the order of train_cpu.c
    1  utilities            checked calls, precision, vector access, launches
    2  matrix product       cuBLASLt
    3  layers               norms, RoPE, SwiGLU, embedding, elementwise
-   4  selection            HyTopK (streaming), one block of threads for a few queries
-   5  attention            the core of all letters: support, softmax, sums; the indexer's KL; backward by inverse lists
+   4  selection            HyTopK (streaming), one block of threads for a few queries: plain, and with tensor cores
+   5  attention            the core of all letters, in four ways (core_path() chooses): plain kernels over the support, with
+                           the indexer's KL and inverse lists; dense MLA by matrix products; tensor cores over gathered
+                           rows, with their KL; wgmma, a key and value for each head
    6  attention layers     MLA, compressed, grouped-query: projections around the core
    7  the model            classifier, forward, backward
    8  optimizer            AdamW, gradient norm
@@ -86,7 +88,7 @@ typedef struct {
     float2 *stat;                // (B, H, T) lse and delta as the kernels read them
     int wgmma;                   // the card has Hopper's products, and the program was compiled for them
     floatX *index_grads;         // (N, HI * DI + HI) gradients to index queries and weights, as matrix products take them
-    uint32_t *pair_key, *pair_key2, *pair, *pair2; // (N * k) candidate of each chosen slot; query * k + slot; and both sorted
+    uint32_t *pair_key, *pair_key2, *pair, *pair2; // (queries * slots) row of each slot; query * slots + slot; and both sorted
     int2 *list;                  // (N * k) the inverse lists: query and slot, by candidate
     int32_t *list_start;         // (B * n_cand + 1) where a candidate's list starts
     int32_t *slot_of;            // (queries, slots) rank of each slot among all of a chunk, sorted by row
@@ -954,7 +956,7 @@ static void gpu_select_forward(Model *g, Layer *l) {
 }
 
 // ----------------------------------------------------------------------------
-// 5. Sparse attention
+// 5. Attention
 // A chunk of queries at a time; probabilities and their gradients stand in (queries, support, H). The gradient to a KV
 // row is gathered by that row from the queries that chose it (inverse lists, sorted), never scattered: no atomics.
 
@@ -1140,35 +1142,43 @@ __global__ static void row_gather_kernel(Core c, float *d_rows, const float *p, 
     }
 }
 
-// Inverse lists: all chosen slots ((i - i0) * k + j) sorted by candidate, stable, so in the order of the queries.
-__global__ static void pairs_kernel(const int32_t *sel, uint32_t *key, uint32_t *pair, int64_t i0, int64_t T, int64_t k, int64_t n_cand, uint32_t none, int64_t n) {
+// Inverse lists: the slots (i - i0) * k + j of values (n, k) sorted by the row that stands there; -1 is none.
+__global__ static void pairs_kernel(const int32_t *values, uint32_t *key, uint32_t *pair, int64_t i0, int64_t T, int64_t k, int64_t rows, uint32_t none, int64_t n) {
     int64_t x = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
     if (x >= n) return;
-    key[x] = sel[x] < 0 ? none : (uint32_t)((i0 + x / k) / T * n_cand + sel[x]);
+    key[x] = values[x] < 0 ? none : (uint32_t)((i0 + x / k) / T * rows + values[x]);
     pair[x] = (uint32_t)x;
 }
-// Where each candidate's list starts, and the pairs as (query, slot).
-__global__ static void lists_kernel(const uint32_t *key, const uint32_t *pair, int2 *list, int32_t *start, int k, int candidates, int n) {
-    int x = (int)(blockIdx.x * blockDim.x + threadIdx.x);
-    if (x < n) list[x] = make_int2((int)(pair[x] / (unsigned)k), (int)(pair[x] % (unsigned)k));
-    if (x > candidates) return;
-    int a = 0, b = n; // the first pair of candidate x
+// The first of n sorted pairs whose row is not below x.
+__device__ static int gpu_first_pair(const uint32_t *key, int n, int x) {
+    int a = 0, b = n;
     while (a < b) {
         int mid = a + (b - a) / 2;
         if (key[mid] < (uint32_t)x) a = mid + 1;
         else b = mid;
     }
-    start[x] = a;
+    return a;
 }
-// Lists of the places where each of the candidates stands in values (rows, k), -1 for none; candidates are counted by
-// sequence of T rows, n_cand in each.
-static void gpu_inverse_lists(const int32_t *values, int64_t rows, int64_t k, int64_t T, int64_t n_cand) {
-    int64_t n = rows * k, candidates = rows / T * n_cand;
-    pairs_kernel<<<blocks_for(n, BLOCK), BLOCK, 0, stream>>>(values, G_.pair_key, G_.pair, 0, T, k, n_cand, (uint32_t)candidates, n);
+// The sorted pairs as (query, slot), and where each row's list starts.
+__global__ static void lists_kernel(const uint32_t *key, const uint32_t *pair, int2 *list, int32_t *start, int k, int rows, int n) {
+    int x = (int)(blockIdx.x * blockDim.x + threadIdx.x);
+    if (x < n) list[x] = make_int2((int)(pair[x] / (unsigned)k), (int)(pair[x] % (unsigned)k));
+    if (x <= rows) start[x] = gpu_first_pair(key, n, x);
+}
+// Sort the pairs of the queries i0 .. i0 + n into G_.pair_key2 and G_.pair2; stable, so in the order of the queries. Rows
+// are counted by sequence of T queries, "rows" in each. Returns how many they are in all sequences.
+static int gpu_sort_pairs(const int32_t *values, int64_t i0, int64_t n, int64_t k, int64_t T, int64_t rows, int64_t sequences) {
+    int64_t all = rows * sequences, pairs = n * k;
     int bits = 1;
-    while (candidates >> bits) bits++;
-    CUDA_CHECK(cub::DeviceRadixSort::SortPairs(G_.sort_space, G_.sort_bytes, G_.pair_key, G_.pair_key2, G_.pair, G_.pair2, (int)n, 0, bits, stream));
-    lists_kernel<<<blocks_for(max64(n, candidates + 1), BLOCK), BLOCK, 0, stream>>>(G_.pair_key2, G_.pair2, G_.list, G_.list_start, (int)k, (int)candidates, (int)n);
+    while (all >> bits) bits++;
+    pairs_kernel<<<blocks_for(pairs, BLOCK), BLOCK, 0, stream>>>(values, G_.pair_key, G_.pair, i0, T, k, rows, (uint32_t)all, pairs);
+    CUDA_CHECK(cub::DeviceRadixSort::SortPairs(G_.sort_space, G_.sort_bytes, G_.pair_key, G_.pair_key2, G_.pair, G_.pair2, (int)pairs, 0, bits, stream));
+    return (int)all;
+}
+// G_.list and G_.list_start: the places where each of the candidates stands in values (queries, k), n_cand of a sequence.
+static void gpu_inverse_lists(const int32_t *values, int64_t queries, int64_t k, int64_t T, int64_t n_cand) {
+    int n = (int)(queries * k), all = gpu_sort_pairs(values, 0, queries, k, T, n_cand, queries / T);
+    lists_kernel<<<blocks_for(max64(n, all + 1), BLOCK), BLOCK, 0, stream>>>(G_.pair_key2, G_.pair2, G_.list, G_.list_start, (int)k, all, n);
 }
 
 // dots[q, h, j] = q_index . k_index of candidate j, one warp a candidate.
@@ -1708,22 +1718,13 @@ sparse_backward_kernel(Core c, Share z, floatX *d_qrow, floatX *partial, const i
 
 // slot_of[pair] = its rank among the sorted pairs; start[x] = the first pair of row x.
 __global__ static void ranks_kernel(const uint32_t *key, const uint32_t *pair, int32_t *slot_of, int32_t *start, int rows, int n) {
-    int x = (int)(blockIdx.x * blockDim.x + threadIdx.x), a = 0, b = n;
+    int x = (int)(blockIdx.x * blockDim.x + threadIdx.x);
     if (x < n) slot_of[pair[x]] = x;
-    if (x > rows) return;
-    while (a < b) {
-        int mid = a + (b - a) / 2;
-        if (key[mid] < (uint32_t)x) a = mid + 1;
-        else b = mid;
-    }
-    start[x] = a;
+    if (x <= rows) start[x] = gpu_first_pair(key, n, x);
 }
-// Ranks of the pairs (query, slot) of a chunk by what stands in values (n, k), rows of each sequence: G_.slot_of, G_.list_start.
+// G_.slot_of and G_.list_start: ranks of the pairs (query, slot) of a chunk by what stands in values (n, k), rows of each sequence.
 static void gpu_ranks(const int32_t *values, int i0, int n, int k, int T, int rows, int sequences) {
-    int pairs = n * k, all = rows * sequences, bits = 1;
-    while (all >> bits) bits++;
-    pairs_kernel<<<blocks_for(pairs, BLOCK), BLOCK, 0, stream>>>(values, G_.pair_key, G_.pair, i0, T, k, rows, (uint32_t)all, pairs);
-    CUDA_CHECK(cub::DeviceRadixSort::SortPairs(G_.sort_space, G_.sort_bytes, G_.pair_key, G_.pair_key2, G_.pair, G_.pair2, pairs, 0, bits, stream));
+    int pairs = n * k, all = gpu_sort_pairs(values, i0, n, k, T, rows, sequences);
     ranks_kernel<<<blocks_for(max64(pairs, all + 1), BLOCK), BLOCK, 0, stream>>>(G_.pair_key2, G_.pair2, G_.slot_of, G_.list_start, all, pairs);
 }
 
@@ -2020,8 +2021,8 @@ static int64_t fast_queries(const Model *g, const Layer *l) {
     return max64(1, min64(g->N, PARTIAL_VALUES / (fast_stride(g, l) * wide)));
 }
 
-// The heads of a KV row group, at most 16, from h0 on; z.place is set by the caller.
-static Share share_of(const Model *g, const Layer *l, int64_t h0) {
+// The heads of a KV row group, at most 16, from h0 on.
+static Share share_of(const Model *g, const Layer *l, int64_t h0, const int32_t *place) {
     Share z;
     int64_t hg = g->c.H / l->G, group = h0 / hg, inside = share_width(l) == l->Dk;
     z.h0 = (int)h0;
@@ -2031,7 +2032,7 @@ static Share share_of(const Model *g, const Layer *l, int64_t h0) {
     z.wide = share_width(l);
     z.value_at = inside ? 0 : (int)l->Dk;
     z.stride = (int)fast_stride(g, l);
-    z.place = NULL;
+    z.place = place;
     return z;
 }
 
@@ -2113,8 +2114,7 @@ static void fast_forward(Model *g, Layer *l, int teach) {
         n = min(chunk, end - i0);
         const int32_t *place = fast_places(c, l, i0, n);
         for (int h0 = 0; h0 < c.H;) {
-            Share z = share_of(g, l, h0);
-            z.place = place;
+            Share z = share_of(g, l, h0, place);
             if (c.Dv % 256 == 0) launch_forward<16>(c, l, z, i0, n);
             else if (c.Dv % 128 == 0) launch_forward<8>(c, l, z, i0, n);
             else if (c.Dv % 64 == 0) launch_forward<4>(c, l, z, i0, n);
@@ -2122,8 +2122,7 @@ static void fast_forward(Model *g, Layer *l, int teach) {
             h0 += z.nh;
         }
         for (int h0 = 0; h0 < c.H && teach;) {
-            Share z = share_of(g, l, h0);
-            z.place = place;
+            Share z = share_of(g, l, h0, place);
             gpu_sparse_backward(c, l, z, NULL, NULL, G_.mass, NULL, i0, n);
             h0 += z.nh;
         }
@@ -2139,8 +2138,7 @@ static void fast_backward(Model *g, Layer *l, int teach) {
         const int32_t *place = fast_places(c, l, i0, n);
         gpu_ranks(place, i0, n, (int)fast_stride(g, l), c.T, c.n_rows, (int)g->B);
         for (int h0 = 0; h0 < c.H;) {
-            Share z = share_of(g, l, h0);
-            z.place = place;
+            Share z = share_of(g, l, h0, place);
             gpu_sparse_backward(c, l, z, X(g->d_qrow), G_.partial_rows, teach ? G_.mass : NULL, X(g->d_oc), i0, n);
             rows_sum_kernel<<<(unsigned)(g->B * l->n_rows), BLOCK, 0, stream>>>(g->d_rows, l->R, z.key, z.value_at ? c.Dk : z.wide, z.value, G_.partial_rows, G_.list_start, z.wide);
             h0 += z.nh;
@@ -2205,32 +2203,30 @@ __device__ static WarpRows warp_rows(DenseAttention c, int64_t base, int first, 
 }
 
 // -INFINITY where the row of a logit does not see its key; first: the warp's first row, k0: the first key.
-template <int MT, int N8> __device__ static void mask_logits(float s[MT][N8][4], DenseAttention c, int64_t base, int first, int k0) {
+__device__ static void mask_logits(float (&s)[8][4], DenseAttention c, int64_t base, int first, int k0) {
     #pragma unroll
-    for (int m = 0; m < MT; m++)
+    for (int e = 0; e < 2; e++) {
+        int t = first + e * 8 + (int)threadIdx.x % 32 / 4, doc = c.doc[base + min(t, c.T - 1)];
         #pragma unroll
-        for (int e = 0; e < 2; e++) {
-            int t = first + m * 16 + e * 8 + (int)threadIdx.x % 32 / 4, doc = c.doc[base + min(t, c.T - 1)];
+        for (int n = 0; n < 8; n++)
             #pragma unroll
-            for (int n = 0; n < N8; n++)
-                #pragma unroll
-                for (int j = 0; j < 2; j++) {
-                    int key = k0 + n * 8 + (int)threadIdx.x % 4 * 2 + j;
-                    if (key > t || key < doc) s[m][n][2 * e + j] = -INFINITY;
-                }
-        }
+            for (int j = 0; j < 2; j++) {
+                int key = k0 + n * 8 + (int)threadIdx.x % 4 * 2 + j;
+                if (key > t || key < doc) s[n][2 * e + j] = -INFINITY;
+            }
+    }
 }
 
 // One row of logits s (element e and e+1 of each block) to exp(logit - top); the row's output so far shrinks with its sum when top rises.
-template <int N8, int V8> __device__ static void online_softmax(float s[N8][4], float o[V8][4], float *top, float *sum, int e, float scale) {
+__device__ static void online_softmax(float (&s)[8][4], float (&o)[8][4], float *top, float *sum, int e, float scale) {
     float rise = *top, part = 0;
     #pragma unroll
-    for (int n = 0; n < N8; n++) rise = fmaxf(rise, fmaxf(s[n][e], s[n][e + 1]));
+    for (int n = 0; n < 8; n++) rise = fmaxf(rise, fmaxf(s[n][e], s[n][e + 1]));
     rise = fmaxf(rise, __shfl_xor_sync(0xffffffffu, rise, 1));
     rise = fmaxf(rise, __shfl_xor_sync(0xffffffffu, rise, 2));
     float from = rise == -INFINITY ? 0 : rise * scale, keep = exp2_fast(*top * scale - from); // a row that has seen no key keeps zeros
     #pragma unroll
-    for (int n = 0; n < N8; n++) {
+    for (int n = 0; n < 8; n++) {
         s[n][e] = exp2_fast(s[n][e] * scale - from);
         s[n][e + 1] = exp2_fast(s[n][e + 1] * scale - from);
         part += s[n][e] + s[n][e + 1];
@@ -2238,19 +2234,18 @@ template <int N8, int V8> __device__ static void online_softmax(float s[N8][4], 
     *top = rise;
     *sum = *sum * keep + part; // of this lane's columns; the four lanes of a row add up at the end
     #pragma unroll
-    for (int n = 0; n < V8; n++) {
+    for (int n = 0; n < 8; n++) {
         o[n][e] *= keep;
         o[n][e + 1] *= keep;
     }
 }
 // Query t of the sequence at base: att and lse.
-template <int V8> __device__ static void store_query(DenseAttention c, const float (&o)[V8][4], float top, float sum, int e, int t, int64_t base, int h,
-                                                            floatX *att, float *lse) {
+__device__ static void store_query(DenseAttention c, const float (&o)[8][4], float top, float sum, int e, int t, int64_t base, int h, floatX *att, float *lse) {
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
     if (t >= c.T) return;
     int64_t ih = (base + t) * c.H + h;
-    store_row<V8>(att + ih * V8 * 8, o, e, 1 / sum);
+    store_row<8>(att + ih * 64, o, e, 1 / sum);
     if (threadIdx.x % 4 == 0) lse[ih] = top * c.scale + logf(sum);
 }
 
@@ -2327,17 +2322,17 @@ template <int ROPE> static constexpr int forward_wgmma_bytes(void) { return 1024
 template <int ROPE> __global__ __launch_bounds__(WGMMA_THREADS, 2)
 static void attention_forward_kernel(DenseAttention c, const floatX *q, const floatX *kv, const floatX *kr, floatX *att, float *lse, int heads) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    enum { NOPE = 64, V = 64, D = NOPE + ROPE, OWN = PANEL + TILE_ROWS * ROPE * 2, STAGE = panels_bytes<ROPE>() };
+    enum { D = 64 + ROPE, E = 128, OWN = PANEL + TILE_ROWS * ROPE * 2, STAGE = panels_bytes<ROPE>() };
     extern __shared__ __align__(128) unsigned char smem[];
     int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, h = (int)blockIdx.x % heads % c.H;
     int q0 = ((int)(gridDim.x - 1 - blockIdx.x) / heads) * QUERIES;
     int64_t base = (int64_t)((int)blockIdx.x % heads / c.H) * c.T;
     uint32_t tiles = aligned_smem(smem), queries = tiles + 2 * STAGE, own = queries + warp / 4 * OWN; // of its group: [64 | ROPE] channels of 64 queries
-    kv += (base * c.H + h) * (NOPE + V);
+    kv += (base * c.H + h) * E;
     kr += base * c.kr_ld;
     auto load_tile = [&](int k0, int stage) {
-        const floatX *from = kv + (int64_t)k0 * c.H * (NOPE + V);
-        load_panels<ROPE, WGMMA_THREADS>(tiles + stage * STAGE, from, c.H * (NOPE + V), kr + (int64_t)k0 * c.kr_ld, c.kr_ld, from + NOPE, c.H * (NOPE + V), c.T - k0);
+        const floatX *from = kv + (int64_t)k0 * c.H * E;
+        load_panels<ROPE, WGMMA_THREADS>(tiles + stage * STAGE, from, c.H * E, kr + (int64_t)k0 * c.kr_ld, c.kr_ld, from + 64, c.H * E, c.T - k0);
     };
     int begin = c.doc[base + q0] / TILE_ROWS * TILE_ROWS, end = min(q0 + QUERIES, c.T);
     for (int g = 0; g < QUERIES / TILE_ROWS && q0 + g * TILE_ROWS < c.T; g++) {
@@ -2348,7 +2343,7 @@ static void attention_forward_kernel(DenseAttention c, const floatX *q, const fl
     load_tile(begin, 0);
     copies_issued();
     WarpRows w = warp_rows(c, base, q0 + warp * 16, 16), group = warp_rows(c, base, q0 + warp / 4 * 64, 64); // a group decides as one what to skip
-    float o[V / 8][4] = {}, top[2] = {-INFINITY, -INFINITY}, sum[2] = {};
+    float o[8][4] = {}, top[2] = {-INFINITY, -INFINITY}, sum[2] = {};
     float scale = c.scale * LOG2E;
     copies_done();
     fence_async_proxy();
@@ -2359,19 +2354,19 @@ static void attention_forward_kernel(DenseAttention c, const floatX *q, const fl
         copies_issued();
         if (k0 <= group.last && next > group.doc_first) {
             uint32_t tile = tiles + stage * STAGE, p[TILE_ROWS / 16][4];
-            float s[1][TILE_ROWS / 8][4];
+            float s[8][4];
             wgmma_fence();
             #pragma unroll
-            for (int k = 0; k < 4; k++) wgmma_ss(s[0], panel_descriptor<64>(own + k * 32), panel_descriptor<64>(tile + k * 32), k > 0);
+            for (int k = 0; k < 4; k++) wgmma_ss(s, panel_descriptor<64>(own + k * 32), panel_descriptor<64>(tile + k * 32), k > 0);
             #pragma unroll
-            for (int k = 0; k < ROPE / 16; k++) wgmma_ss(s[0], panel_descriptor<ROPE>(own + PANEL + k * 32), panel_descriptor<ROPE>(tile + 2 * PANEL + k * 32), 1);
+            for (int k = 0; k < ROPE / 16; k++) wgmma_ss(s, panel_descriptor<ROPE>(own + PANEL + k * 32), panel_descriptor<ROPE>(tile + 2 * PANEL + k * 32), 1);
             wgmma_commit();
-            wgmma_wait_all(s[0]);
-            if (next - 1 > w.first || k0 < w.doc_last) mask_logits<1, TILE_ROWS / 8>(s, c, base, w.first, k0);
+            wgmma_wait_all(s);
+            if (next - 1 > w.first || k0 < w.doc_last) mask_logits(s, c, base, w.first, k0);
             #pragma unroll
-            for (int e = 0; e < 2; e++) online_softmax<TILE_ROWS / 8, V / 8>(s[0], o, &top[e], &sum[e], 2 * e, scale);
+            for (int e = 0; e < 2; e++) online_softmax(s, o, &top[e], &sum[e], 2 * e, scale);
             #pragma unroll
-            for (int k = 0; k < TILE_ROWS / 16; k++) as_left(p[k], s[0][2 * k], s[0][2 * k + 1]);
+            for (int k = 0; k < TILE_ROWS / 16; k++) as_left(p[k], s[2 * k], s[2 * k + 1]);
             in_registers(o);
             in_registers(p);
             wgmma_fence();
@@ -2443,15 +2438,15 @@ static void attention_backward_q_kernel(DenseAttention c, const floatX *q, const
         if (k0 + TILE_ROWS < end) load_tile(k0 + TILE_ROWS, stage ^ 1);
         copies_issued();
         uint32_t tile = tiles + stage * STAGE, ds[TILE_ROWS / 16][4];
-        float s[1][8][4], dp[8][4];
-        panels_products<ROPE>(s[0], dp, own, tile);
-        if (k0 + TILE_ROWS - 1 > w.first || k0 < w.doc_last) mask_logits<1, TILE_ROWS / 8>(s, c, base, w.first, k0);
+        float s[8][4], dp[8][4];
+        panels_products<ROPE>(s, dp, own, tile);
+        if (k0 + TILE_ROWS - 1 > w.first || k0 < w.doc_last) mask_logits(s, c, base, w.first, k0);
         #pragma unroll
         for (int n = 0; n < TILE_ROWS / 8; n++)
             #pragma unroll
-            for (int e = 0; e < 4; e++) s[0][n][e] = exp2_fast(s[0][n][e] * scale - z[e / 2].x) * (dp[n][e] - z[e / 2].y);
+            for (int e = 0; e < 4; e++) s[n][e] = exp2_fast(s[n][e] * scale - z[e / 2].x) * (dp[n][e] - z[e / 2].y);
         #pragma unroll
-        for (int k = 0; k < TILE_ROWS / 16; k++) as_left(ds[k], s[0][2 * k], s[0][2 * k + 1]);
+        for (int k = 0; k < TILE_ROWS / 16; k++) as_left(ds[k], s[2 * k], s[2 * k + 1]);
         in_registers(dq);
         in_registers(dr);
         in_registers(ds);
@@ -2615,14 +2610,23 @@ static DenseAttention dense_of(const Model *g, const Layer *l) {
     DenseAttention c = {(int)g->T, (int)g->c.H, (int)l->R, g->doc, (float)l->scale};
     return c;
 }
-// att and lse from q (rotated), the expanded kv, and the rotated keys in the KV rows.
-static void gpu_by_head_attention_forward(const Model *g, Layer *l) {
+// Keys and values of each head from the latent; made again in backward, not kept. They cost fewer products than the
+// shared row where everything is attended to: nope + rope + v channels a pair instead of 2 kv_lora + rope.
+static void gpu_by_head_expand(const Model *g, const Layer *l) {
+    const Config *c = &g->c;
+    int64_t out = c->H * (c->nope + c->v_dim);
+    gpu_matmul(G_.kv, out, (floatX *)NULL, X(l->rows), l->R, 1, weight(l->kv_b), 1, c->kv_lora, g->N, out, c->kv_lora);
+}
+// att and lse from q (rotated) and the KV rows.
+static void gpu_by_head_forward(const Model *g, Layer *l) {
+    gpu_by_head_expand(g, l);
     (g->c.rope == 32 ? launch_dense_forward<32> : launch_dense_forward<64>)(dense_of(g, l), X(l->q), G_.kv, X(l->rows) + g->c.kv_lora, X(l->att), l->lse, g->N);
 }
 // d_q, d_kv and d_kr from d_att.
-static void gpu_by_head_attention_backward(const Model *g, Layer *l) {
+static void gpu_by_head_backward(const Model *g, Layer *l) {
     DenseAttention c = dense_of(g, l);
     int64_t rows = g->N * g->c.H, n = g->N * g->c.rope;
+    gpu_by_head_expand(g, l);
     row_stat_kernel<<<blocks_for(rows * 8, BLOCK), BLOCK, 0, stream>>>(c, X(l->att), X(g->d_att), l->lse, G_.stat, rows);
     (g->c.rope == 32 ? launch_dense_backward<32> : launch_dense_backward<64>)(c, X(l->q), G_.kv, X(l->rows) + g->c.kv_lora, X(g->d_att), X(g->d_q), G_.d_kv, g->N);
     key_rope_sum_kernel<<<blocks_for(n, BLOCK), BLOCK, 0, stream>>>(c, G_.share, G_.d_kr, (int)g->c.rope, n);
@@ -2633,27 +2637,38 @@ static int by_head(const Model *g, const Layer *l) {
     return l->letter == 'F' && g->training && G_.wgmma && c->nope == 64 && c->v_dim == 64 && (c->rope == 32 || c->rope == 64) && l->R % 8 == 0 && c->kv_lora % 8 == 0;
 }
 #else
-static void gpu_by_head_attention_forward(const Model *, Layer *) {}
-static void gpu_by_head_attention_backward(const Model *, Layer *) {}
+static void gpu_by_head_forward(const Model *, Layer *) {}
+static void gpu_by_head_backward(const Model *, Layer *) {}
 static int by_head(const Model *, const Layer *) { return 0; }
 #endif
 
-// The core of a layer: oc and lse from qrow and rows.
+// Which of the above a layer runs in the present stage. What its buffers hold depends on it: see by_head() in section 6.
+enum { CORE_BY_HEAD, CORE_PRODUCTS, CORE_GATHERED, CORE_PLAIN };
+static int core_path(const Model *g, const Layer *l) {
+    return by_head(g, l) ? CORE_BY_HEAD : is_mla(l->letter) && attends_to_all(g, l) ? CORE_PRODUCTS : fast_core(g, l) ? CORE_GATHERED : CORE_PLAIN;
+}
+
+// The core of a layer: oc (by head: att) and lse from its queries and rows.
 static void gpu_core_forward(Model *g, Layer *l) {
-    int teach = !g->learning && g->training && kl_teachers(g, l);
-    if (is_mla(l->letter) && attends_to_all(g, l)) gpu_dense_attention(g, l, teach, 0);
-    else if (fast_core(g, l)) fast_forward(g, l, teach);
+    int teach = !g->learning && g->training && kl_teachers(g, l), path = core_path(g, l);
+    if (path == CORE_BY_HEAD) gpu_by_head_forward(g, l);
+    else if (path == CORE_PRODUCTS) gpu_dense_attention(g, l, teach, 0);
+    else if (path == CORE_GATHERED) fast_forward(g, l, teach);
     else gpu_support_forward(g, l, teach);
 }
 
-// d_qrow, d_rows, d_sink from d_oc; and the indexer's gradients.
+// d_qrow, d_rows, d_sink from d_oc (by head: d_q, d_kv, d_kr from d_att); and the indexer's gradients.
 static void gpu_core_backward(Model *g, Layer *l) {
     Core c = core_of(g, l);
-    int teach = g->kl_scale != 0 && kl_teachers(g, l);
+    int teach = g->kl_scale != 0 && kl_teachers(g, l), path = core_path(g, l);
+    if (path == CORE_BY_HEAD) {
+        gpu_by_head_backward(g, l);
+        return;
+    }
     CUDA_CHECK(cudaMemsetAsync(g->d_rows, 0, (size_t)(g->B * l->n_rows * l->R) * sizeof(float), stream));
     delta_kernel<<<blocks_for((int64_t)c.N * c.H * WARP, BLOCK), BLOCK, 0, stream>>>(c, G_.delta, g->d_sink, X(g->d_oc), X(l->oc), l->lse, c.N * c.H);
-    if (is_mla(l->letter) && attends_to_all(g, l)) gpu_dense_attention(g, l, teach, 1);
-    else if (fast_core(g, l)) fast_backward(g, l, teach);
+    if (path == CORE_PRODUCTS) gpu_dense_attention(g, l, teach, 1);
+    else if (path == CORE_GATHERED) fast_backward(g, l, teach);
     else gpu_support_backward(g, l, teach);
 }
 
@@ -2678,14 +2693,6 @@ static void gpu_mla_forward(Model *g, Layer *l) {
     }
     gpu_matmul_batch(qrow, H * l->Dk, l->Dk, none, q, H * hd, 1, hd, weight(l->kv_b), c->kv_lora, 1, wide * c->kv_lora, n, c->kv_lora, c->nope, H);
     gpu_rope(g, l, plain_rows(qrow + c->kv_lora, H * l->Dk), l->Dk, plain_rows(q + c->nope, H * hd), hd, H, INTERLEAVED, 1);
-}
-
-// F by head: keys and values of each head from the latent; made again in backward, not kept. They cost fewer products
-// than the shared row where everything is attended to: nope + rope + v channels a pair instead of 2 kv_lora + rope.
-static void gpu_by_head_expand(const Model *g, Layer *l) {
-    const Config *c = &g->c;
-    int64_t out = c->H * (c->nope + c->v_dim);
-    gpu_matmul(G_.kv, out, (floatX *)NULL, X(l->rows), l->R, 1, weight(l->kv_b), 1, c->kv_lora, g->N, out, c->kv_lora);
 }
 
 // x2 = x + o_proj(values of all heads)
@@ -3103,10 +3110,7 @@ static void gpu_attention_forward(Model *g, Layer *l) {
         (mla ? gpu_mla_index_forward : v4 ? gpu_v4_index_forward : gpu_qsa_index_forward)(g, l);
         if (!g->fixed_selection && !g->dense) gpu_select_forward(g, l);
     }
-    if (by_head(g, l)) {
-        gpu_by_head_expand(g, l);
-        gpu_by_head_attention_forward(g, l);
-    } else gpu_core_forward(g, l);
+    gpu_core_forward(g, l);
     (mla ? gpu_mla_output_forward : v4 ? gpu_v4_output_forward : gpu_qsa_output_forward)(g, l);
 }
 
@@ -3114,10 +3118,7 @@ static void gpu_attention_forward(Model *g, Layer *l) {
 static void gpu_attention_backward(Model *g, Layer *l) {
     int mla = is_mla(l->letter), v4 = is_v4(l->letter);
     (mla ? gpu_mla_output_backward : v4 ? gpu_v4_output_backward : gpu_qsa_output_backward)(g, l);
-    if (by_head(g, l)) {
-        gpu_by_head_expand(g, l);
-        gpu_by_head_attention_backward(g, l);
-    } else gpu_core_backward(g, l);
+    gpu_core_backward(g, l);
     (mla ? gpu_mla_backward : v4 ? gpu_v4_backward : gpu_qsa_backward)(g, l);
     if (!is_sparse(l->letter)) return;
     (mla ? gpu_mla_index_backward : v4 ? gpu_v4_index_backward : gpu_qsa_index_backward)(g, l);
@@ -3470,30 +3471,22 @@ static void gpu_needs(Needs *x, const Model *g) {
         const Layer *l = &g->layers[i];
         x->starts = max64(x->starts, g->B * l->n_rows + 1);
         x->wide = max64(x->wide, max64(l->R, c->H));
-        if (by_head(g, l)) {
-            x->by_head = g->N * c->H * (c->nope + c->v_dim);
-            continue;
-        }
         for (int dense = 0; dense <= (c->warmup_dense > 0); dense++) { // what the layer needs in each stage
             Model stage = *g;
             stage.dense = dense;
-            int all = attends_to_all(&stage, l);
-            if (is_mla(l->letter) ? all : !fast_core(&stage, l)) {
-                longest = max64(longest, layer_support(g, l, all));
-                cand = max64(cand, l->source >= 0 ? (all ? max64(l->n_cand, 1) : c->topk) : 0);
-            }
-            if (is_mla(l->letter) && all) continue;
-            if (fast_core(&stage, l)) {
-                int64_t slots = fast_queries(&stage, l) * fast_stride(&stage, l);
+            int all = attends_to_all(&stage, l), path = core_path(&stage, l);
+            if (path == CORE_BY_HEAD) x->by_head = g->N * c->H * (c->nope + c->v_dim);
+            else if (path == CORE_GATHERED) {
+                int64_t queries = fast_queries(&stage, l), slots = queries * fast_stride(&stage, l);
                 x->slots = max64(x->slots, slots);
                 x->place = max64(x->place, slots);
                 x->pairs = max64(x->pairs, slots);
                 x->partial = max64(x->partial, slots * max64(share_width(l), l->source >= 0 ? c->DI : 0));
-                if (l->source >= 0) x->chosen = max64(x->chosen, fast_queries(&stage, l) * c->topk);
+                if (l->source >= 0) x->chosen = max64(x->chosen, queries * c->topk);
             } else {
                 longest = max64(longest, layer_support(g, l, all));
                 cand = max64(cand, l->source >= 0 ? (all ? max64(l->n_cand, 1) : c->topk) : 0);
-                x->lists = max64(x->lists, g->N * c->topk);
+                if (path == CORE_PLAIN) x->lists = max64(x->lists, g->N * c->topk);
             }
         }
     }
@@ -3527,10 +3520,9 @@ static void gpu_plan_walk(Arena *a) {
     for (int i = 0; i < 2; i++) {
         Model *m = models[i];
         if (!m->T) continue;
-        size_t before = a->peak;
         a->act_bytes = sizeof(floatX);
         plan_walk(m, a);
-        a->used = max64((int64_t)a->peak, (int64_t)before); // behind the layers' shared place
+        a->used = a->peak; // behind the layers' shared place
         gpu_needs(&x, m);
         m->params = g->params;
     }
@@ -3903,17 +3895,16 @@ static void gpu_report(void) {
 static void gpu_report_paths(void) {
     const Model *g = &G_.g;
     const char *small = sizeof(floatX) == sizeof(float) ? "float32" : "no kernel for these sizes";
+    const char *const paths[] = {"wgmma, a key and value for each head", "matrix products over chunks of queries", "tensor cores over gathered rows", "plain kernels"}; // as core_path()
     char seen[8] = "";
     for (int64_t i = 0; i < g->c.L; i++) {
         const Layer *l = &g->layers[i];
         if (strchr(seen, l->letter)) continue;
         seen[strlen(seen)] = l->letter;
-        printf("layer %c: attention by %s", l->letter,
-               by_head(g, l)                                   ? "wgmma, a key and value for each head"
-               : is_mla(l->letter) && attends_to_all(g, l)     ? (G_.wgmma ? "matrix products over chunks of queries (no wgmma kernel for these sizes)" : "matrix products over chunks of queries (no wgmma here)")
-               : fast_core(g, l)                               ? "tensor cores over gathered rows"
-                                                               : "plain kernels");
-        if (!by_head(g, l) && !(is_mla(l->letter) && attends_to_all(g, l)) && !fast_core(g, l)) printf(" (%s)", small);
+        int path = core_path(g, l);
+        printf("layer %c: attention by %s", l->letter, paths[path]);
+        if (path == CORE_PRODUCTS) printf(G_.wgmma ? " (no wgmma kernel for these sizes)" : " (no wgmma here)");
+        if (path == CORE_PLAIN) printf(" (%s)", small);
         if (is_sparse(l->letter)) {
             Core c = core_of(g, l);
             printf("; selection by HyTopK, streaming, %s", stream_fits(c) ? "tensor cores" : "plain");
