@@ -158,7 +158,7 @@ typedef struct {
     char preset[256], train[256], val[256], task[256], tokenizer[256], out[256], resume[256], generate[256], prompt[256];
     char selector[256], topk_method[256], index_target[256], schedule[256], recompute[256];
     int64_t T, B, accum, steps, warmup, warmup_dense, decay_steps, doc_mask, seed, threads;
-    int64_t eval_every, eval_batches, sample_every, sample_tokens, save_every, keep, probe, dry_run, replay, verify;
+    int64_t eval_every, eval_batches, sample_every, sample_tokens, save_every, keep, probe, dry_run, replay, verify, phases;
     double lr, index_lr_mult, min_lr, weight_decay, beta1, beta2, adam_eps, clip, kl_coef;
     int64_t top_k;
     double temperature, top_p;
@@ -255,6 +255,7 @@ static const Option OPTIONS[] = {
     {"keep", 'i', F_(keep), "3", 1, 1 << 20, NULL, 0, "newest checkpoints kept"},
     {"resume", 's', F_(resume), "", 0, 0, NULL, PATH, "auto (newest valid one in --out) or a checkpoint folder"},
     {"generate", 's', F_(generate), "", 0, 0, NULL, PATH, "print text from this checkpoint folder and stop"},
+    {"phases", 'i', F_(phases), "0", 0, 1, NULL, 0, "CUDA trainer: print the time of each phase of a step (CUDA graphs are off then)"},
     {"verify", 'i', F_(verify), "0", 0, 1, NULL, 0, "CUDA trainer: compare one step with the CPU reference, and stop"},
     {"dry-run", 'i', F_(dry_run), "0", 0, 1, NULL, 0, "print the configuration and the memory plan, and stop"},
 };
@@ -3367,6 +3368,7 @@ int main(int argc, char **argv) {
     Loader data[2];
     Tokenizer tok;
     if (!prepare(&c, &m, data, &tok, argc, argv)) return 0;
+    if (c.phases) die("--phases is the CUDA trainer's: it times phases of the device's work");
     if (c.verify) die("--verify is the CUDA trainer's: this program is what it compares with");
     activations_plan(&m, c.B, c.T, 1, 0);
     train(&m, &data[0], &data[1], &tok, argc, argv);

@@ -14,7 +14,8 @@ Contents, in the order of train_cpu.c
    1  utilities            checked calls, precision, vector access, launches
    2  matrix product       cuBLASLt
    3  layers               norms, RoPE, SwiGLU, embedding, elementwise
-   4  selection            HyTopK (streaming), one block of threads for a few queries: plain, and with tensor cores
+   4  selection            HyTopK: plain streaming; streaming with tensor cores; the wgmma scan with guessed thresholds; the
+                           baseline with a table of scores; select_path() chooses
    5  attention            the core of all letters, in four ways (core_path() chooses): plain kernels over the support, with
                            the indexer's KL and inverse lists; dense MLA by matrix products; tensor cores over gathered
                            rows, with their KL; wgmma, a key and value for each head
@@ -30,6 +31,8 @@ shared plan and hold floatX here: X(pointer) says so.
 */
 #define NO_MAIN
 #include "train_cpu.c"
+#include <float.h>
+#include <cuda.h>
 #include <cuda_runtime.h>
 #include <cuda_bf16.h>
 #include <cublasLt.h>
@@ -63,6 +66,11 @@ static unsigned blocks_for(int64_t n, int64_t per_block) { return (unsigned)((n 
 typedef struct { int64_t offset; int32_t n, index, decay; } Chunk;
 enum { CHUNK_SIZE = 16384, RING = 4 };
 
+// Phases of a step, for --phases 1.
+enum { PHASE_REST, PHASE_GUESS, PHASE_SCORES, PHASE_TOPK, PHASE_FORWARD, PHASE_BACKWARD, PHASE_KL, PHASE_UPDATE, PHASES };
+static const char *const phase_name[PHASES] = {"products, norms, classifier", "selection: thresholds", "selection: scores", "selection: top-k", "attention forward", "attention backward", "index KL", "optimizer"};
+typedef struct { cudaEvent_t at; int phase; } Mark;
+
 // Numbers of a step that the device keeps: the sums over its rows, and what the optimizer needs. So a step runs from
 // tokens to new parameters without the host looking at anything.
 typedef struct {
@@ -87,6 +95,9 @@ typedef struct {
     float *d_kr;                 // (N, rope)
     float2 *stat;                // (B, H, T) lse and delta as the kernels read them
     int wgmma;                   // the card has Hopper's products, and the program was compiled for them
+    int multiprocessors;
+    char *select;                // what a layer's selection works with: select_layout(), or a table of scores
+    int64_t select_most;         // bytes that its lists or its table may have
     floatX *index_grads;         // (N, HI * DI + HI) gradients to index queries and weights, as matrix products take them
     uint32_t *pair_key, *pair_key2, *pair, *pair2; // (queries * slots) row of each slot; query * slots + slot; and both sorted
     int2 *list;                  // (N * k) the inverse lists: query and slot, by candidate
@@ -110,10 +121,38 @@ typedef struct {
     Sums *sums_host;             // pinned
     StepNumbers *step_numbers_host;
     size_t bytes;                // allocated on the device
+    int timed, phase, n_marks, most_marks; // --phases: what runs, and where each began
+    Mark *marks;
 } Gpu;
 static Gpu G_;
 
 static cudaStream_t stream;
+
+// From here on the stream works on this phase. Returns the one before.
+static int phase_begin(int phase) {
+    int before = G_.phase;
+    G_.phase = phase;
+    if (!G_.timed) return before;
+    if (G_.n_marks == G_.most_marks) {
+        G_.most_marks = 2 * G_.most_marks + 256;
+        G_.marks = (Mark *)realloc(G_.marks, (size_t)G_.most_marks * sizeof(Mark));
+        if (!G_.marks) die("no memory for %d marks of --phases", G_.most_marks);
+        for (int i = G_.n_marks; i < G_.most_marks; i++) CUDA_CHECK(cudaEventCreate(&G_.marks[i].at));
+    }
+    G_.marks[G_.n_marks].phase = phase;
+    CUDA_CHECK(cudaEventRecord(G_.marks[G_.n_marks++].at, stream));
+    return before;
+}
+// After the stream has been waited for: milliseconds of each phase since the first mark, which are forgotten.
+static void phase_times(double ms[PHASES]) {
+    memset(ms, 0, PHASES * sizeof(double));
+    for (int i = 0; i + 1 < G_.n_marks; i++) {
+        float t;
+        CUDA_CHECK(cudaEventElapsedTime(&t, G_.marks[i].at, G_.marks[i + 1].at));
+        ms[G_.marks[i].phase] += (double)t;
+    }
+    G_.n_marks = 0;
+}
 
 // The matrices' working copy of a parameter. Vectors (norms, biases, sinks) are read from the float32 parameters.
 static floatX *weight(int i) { return G_.weights + G_.g.tensors[i].offset; }
@@ -202,6 +241,10 @@ __device__ static uint32_t pack(float lo, float hi) {
     __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
     return *(uint32_t *)&v;
 }
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+__device__ static void wgmma_fence(void) { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ static void wgmma_commit(void) { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+#endif
 #endif
 
 // ----------------------------------------------------------------------------
@@ -574,13 +617,14 @@ __device__ static uint64_t gpu_rng_mix(uint64_t z) { // rng_mix()
     return z ^ (z >> 31);
 }
 
-__device__ static uint64_t gpu_order_key(float score, int64_t s) {
+// Monotone unsigned integer of a score: -0 as +0, NaN largest. 0 is no score's.
+__device__ static uint32_t gpu_ordered(float score) {
     score += 0.0f;
     uint32_t bits = __float_as_uint(score);
     bits ^= (0u - (bits >> 31)) | 0x80000000u;
-    bits = score != score ? 0xffffffffu : bits;
-    return (uint64_t)bits << 32 | (uint32_t)~(uint32_t)s;
+    return score != score ? 0xffffffffu : bits;
 }
+__device__ static uint64_t gpu_order_key(float score, int64_t s) { return (uint64_t)gpu_ordered(score) << 32 | (uint32_t)~(uint32_t)s; }
 
 // The order of candidate s of row i for the controls, as select_control() of train_cpu.c: random, or the latest.
 __device__ static uint64_t gpu_control_key(const Core &c, int64_t i, int64_t s) {
@@ -732,6 +776,256 @@ static int gpu_hytopk(const Core &c, int32_t *sel, int B, int first, int count_r
     return 1;
 }
 
+// The digit in which the k-th largest lies, of 256 counts; *left: its rank within that digit. One warp.
+__device__ static int find_digit(const int *hist, int k, int *left) {
+    int lane = threadIdx.x % WARP, own = 0, digit = 255 - 8 * lane, rank;
+    for (int j = 0; j < 8; j++) own += hist[digit - j];
+    int sum = own;
+    for (int o = 1; o < WARP; o *= 2) {
+        int v = __shfl_up_sync(0xffffffffu, sum, o);
+        if (lane >= o) sum += v;
+    }
+    int who = __ffs((int)__ballot_sync(0xffffffffu, sum >= k)) - 1;
+    rank = k - (sum - own);
+    if (lane == who)
+        while (hist[digit] < rank) rank -= hist[digit--];
+    *left = __shfl_sync(0xffffffffu, rank, who);
+    return __shfl_sync(0xffffffffu, digit, who);
+}
+
+typedef struct { int hist[256], digit, left, count; uint32_t lo, hi; } Radix; // in shared memory
+typedef struct { uint32_t bound; int ties; } Cut; // chosen are all above bound and, of those equal to it, the first "ties"
+
+// The k-th largest (1 <= k <= n) of load(0 .. n-1), by a whole block. Digits are taken from the range that the values really span: the
+// candidates of a top-k lie close together. digits = 4: exact. Fewer: a bound at or below the k-th, off by 2^-8 digits of the range. 0: stop as
+// soon as a bound between the k-th and the next value is known. In both of these cases ties = INT32_MAX: all that equal the bound belong.
+template <class F> __device__ static Cut block_kth(F load, int n, int k, int digits, Radix *s) {
+    uint32_t lo = 0xffffffffu, hi = 0, prefix = 0;
+    __syncthreads();
+    if (threadIdx.x == 0) { s->lo = lo; s->hi = hi; }
+    __syncthreads();
+    for (int i = threadIdx.x; i < n; i += blockDim.x) {
+        uint32_t x = load(i);
+        lo = min(lo, x);
+        hi = max(hi, x);
+    }
+    lo = __reduce_min_sync(0xffffffffu, lo);
+    hi = __reduce_max_sync(0xffffffffu, hi);
+    if (threadIdx.x % WARP == 0) { atomicMin(&s->lo, lo); atomicMax(&s->hi, hi); }
+    __syncthreads();
+    lo = s->lo;
+    for (int shift = 32 - __clz((int)(s->hi - lo)), done = 0; shift > 0 && !done;) {
+        digits--;
+        int bits = min(8, shift);
+        shift -= bits;
+        for (int i = threadIdx.x; i < 256; i += blockDim.x) s->hist[i] = 0;
+        __syncthreads();
+        for (int i = threadIdx.x; i < n; i += blockDim.x) {
+            uint32_t x = load(i) - lo;
+            if (((uint64_t)(x ^ prefix) >> (shift + bits)) == 0) atomicAdd(&s->hist[x >> shift & ((1u << bits) - 1)], 1); // counts: their order does not matter
+        }
+        __syncthreads();
+        if (threadIdx.x < WARP) {
+            int left, digit = find_digit(s->hist, k, &left);
+            if (threadIdx.x == 0) { s->digit = digit; s->left = left; s->count = s->hist[digit]; }
+        }
+        __syncthreads();
+        prefix |= (uint32_t)s->digit << shift;
+        k = s->left;
+        done = shift > 0 && (digits == 0 || (digits < 0 && s->count == k));
+        if (done) k = INT32_MAX;
+        __syncthreads();
+    }
+    Cut cut = {lo + prefix, k};
+    return cut;
+}
+
+// A row that sees no more than k candidates takes all of them.
+__device__ static void take_all(int32_t *out, int lo, int n, int k, int thread, int threads) {
+    for (int j = thread; j < k; j += threads) out[j] = j < n ? lo + j : -1;
+}
+
+enum { SELECT_THREADS = 512, WINDOW_WORDS = 4096 }; // the bitmap by which a row's indices come into order: so many words of 32 candidates at a time
+
+// Room for the candidates of a row, in dynamic shared memory.
+typedef struct { uint32_t *score, *index, *bits; int n; } Candidates;
+__device__ static Candidates candidates_in(char *memory, int space) {
+    Candidates x = {(uint32_t *)memory, (uint32_t *)memory + space, (uint32_t *)memory + 2 * space, 0};
+    return x;
+}
+static int candidates_bytes(int space) { return (2 * space + WINDOW_WORDS) * 4; }
+
+// The k best of a row's candidates (x.n of them, ordered scores, at least k), ascending, to out: radix selection, then a bitmap of the n visible
+// ones from lo on. By SELECT_THREADS threads. Chosen NaNs are added to *nans.
+__device__ static void emit_best(Candidates x, int k, int lo, int n, int32_t *out, Radix *radix, int *warp_count, long long *nans) {
+    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, done = 0;
+    Cut cut = {0, INT32_MAX};
+    uint32_t tie = 0; // of those equal to the bound, the ones with ~index >= tie
+    if (x.n > k) {
+        cut = block_kth([=](int i) { return x.score[i]; }, x.n, k, 0, radix);
+        if (cut.ties != INT32_MAX) tie = block_kth([=](int i) { return x.score[i] == cut.bound ? ~x.index[i] : 0u; }, x.n, cut.ties, 4, radix).bound;
+    }
+    for (int from = lo; from < lo + n; from += WINDOW_WORDS * 32) {
+        int words = (min(lo + n - from, WINDOW_WORDS * 32) + 31) / 32, per = (words + SELECT_THREADS - 1) / SELECT_THREADS, mark = threadIdx.x * per, sum = 0;
+        __syncthreads();
+        for (int i = threadIdx.x; i < words; i += SELECT_THREADS) x.bits[i] = 0;
+        __syncthreads();
+        for (int i = threadIdx.x; i < x.n; i += SELECT_THREADS) {
+            uint32_t at = x.index[i] - (uint32_t)from;
+            if (at >= (uint32_t)words * 32 || x.score[i] < cut.bound || (x.score[i] == cut.bound && ~x.index[i] < tie)) continue;
+            atomicOr(&x.bits[at / 32], 1u << at % 32);
+            if (x.score[i] == 0xffffffffu) atomicAdd((unsigned long long *)nans, 1ull);
+        }
+        __syncthreads();
+        for (int i = mark; i < min(mark + per, words); i++) sum += __popc(x.bits[i]);
+        int before = sum;
+        for (int o = 1; o < WARP; o *= 2) {
+            int y = __shfl_up_sync(0xffffffffu, before, o);
+            if (lane >= o) before += y;
+        }
+        if (lane == WARP - 1) warp_count[warp] = before;
+        before += done - sum;
+        __syncthreads();
+        for (int w = 0; w < SELECT_THREADS / WARP; w++) {
+            if (w < warp) before += warp_count[w];
+            done += warp_count[w];
+        }
+        for (int i = mark; i < min(mark + per, words); i++)
+            for (uint32_t y = x.bits[i]; y; y &= y - 1) out[before++] = from + i * 32 + __ffs((int)y) - 1;
+    }
+}
+// Append those of a warp's candidates that pass; *total counts all, also those for which there is no space.
+__device__ static void append_candidate(Candidates x, int *total, int space, int pass, float score, int index) {
+    unsigned ballot = __ballot_sync(0xffffffffu, pass);
+    int lane = threadIdx.x % WARP, at = 0;
+    if (lane == 0 && ballot) at = atomicAdd(total, __popc(ballot)); // the order of candidates does not matter: the set is unique
+    at = __shfl_sync(0xffffffffu, at, 0) + __popc(ballot & ((1u << lane) - 1));
+    if (pass && at < space) { x.score[at] = gpu_ordered(score); x.index[at] = (uint32_t)index; }
+}
+
+// Selection when load(0 .. n-1) stands in index order, by a whole block: out gets index(i) of the k largest, in order. Warps own consecutive
+// stretches: one pass counts, one writes. n > k. shared [2 * 32]. Chosen NaNs are added to *nans.
+template <class F, class G> __device__ static void select_in_order(F load, G index, int n, int k, int32_t *out, Radix *radix, int *shared, long long *nans) {
+    Cut cut = block_kth(load, n, k, 0, radix);
+    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP, bad = 0;
+    int from = (int)((int64_t)n * warp / warps), to = (int)((int64_t)n * (warp + 1) / warps), above = 0, equal = 0;
+    for (int i = from + lane; i < to; i += WARP) {
+        uint32_t x = load(i);
+        above += x > cut.bound;
+        equal += x == cut.bound;
+    }
+    above = __reduce_add_sync(0xffffffffu, above);
+    equal = __reduce_add_sync(0xffffffffu, equal);
+    if (lane == 0) { shared[warp] = above; shared[32 + warp] = equal; }
+    __syncthreads();
+    above = equal = 0;
+    for (int v = 0; v < warp; v++) { above += shared[v]; equal += shared[32 + v]; }
+    for (int i0 = from; i0 < to; i0 += WARP) {
+        int i = i0 + lane;
+        uint32_t x = i < to ? load(i) : 0, before = (1u << lane) - 1;
+        unsigned a = __ballot_sync(0xffffffffu, i < to && x > cut.bound), e = __ballot_sync(0xffffffffu, i < to && x == cut.bound);
+        int rank = equal + __popc(e & before), at = above + __popc(a & before) + min(rank, cut.ties);
+        int chosen = (a >> lane & 1) || ((e >> lane & 1) && rank < cut.ties);
+        if (chosen) out[at] = index(i);
+        bad += __popc(__ballot_sync(0xffffffffu, chosen && x == 0xffffffffu));
+        above += __popc(a);
+        equal += __popc(e);
+    }
+    if (lane == 0 && bad) atomicAdd((unsigned long long *)nans, (unsigned long long)bad);
+}
+
+// ---- the baseline: a table of scores, then the k largest of each row
+// Rows are numbered (tile, query): tile x of "per_tile" rows of one sequence; row b of the chunk stands in table [b, stride].
+
+enum { TABLE_BINS = 4096, TABLE_SAMPLES = 2048 };
+
+// One block a row. A histogram between two values of a sample finds a bound just below the k-th best, so that the row is read twice: once
+// counted, once collected. Where too many lie at the bound, the row is selected digit by digit instead. Dynamic shared memory: candidates_bytes(space).
+__global__ __launch_bounds__(SELECT_THREADS) static void table_select_kernel(Core c, int32_t *sel, const float *table, int64_t stride, int first_tile, int per_tile, int tiles_per_seq,
+                                                                            int space, long long *nans) {
+    extern __shared__ __align__(16) char memory[];
+    __shared__ Radix radix;
+    __shared__ int hist[TABLE_BINS], shared[64], total, bin;
+    __shared__ uint32_t least, most;
+    int tile = first_tile + (int)blockIdx.x / per_tile, t = tile % tiles_per_seq * per_tile + (int)blockIdx.x % per_tile, lo, n, k = c.k, lane = threadIdx.x % WARP;
+    if (t >= c.T) return;
+    int64_t row = (int64_t)(tile / tiles_per_seq) * c.T + t;
+    int32_t *out = sel + row * k;
+    gpu_visible(c, (int)row, &lo, &n);
+    const float *score = table + blockIdx.x * stride + lo;
+    if (n <= k) {
+        take_all(out, lo, n, k, threadIdx.x, SELECT_THREADS);
+        return;
+    }
+    if (threadIdx.x == 0) { least = 0xffffffffu; most = 0; total = 0; }
+    for (int i = threadIdx.x; i < TABLE_BINS; i += SELECT_THREADS) hist[i] = 0;
+    __syncthreads();
+    uint32_t x = 0xffffffffu, y = 0;
+    int samples = min(n, TABLE_SAMPLES);
+    for (int j = threadIdx.x; j < samples; j += SELECT_THREADS) {
+        uint32_t v = gpu_ordered(score[(int64_t)j * n / samples]);
+        x = min(x, v);
+        y = max(y, v);
+    }
+    y = __reduce_max_sync(0xffffffffu, y);
+    x = n / 256 > k ? y : __reduce_min_sync(0xffffffffu, x); // few are wanted: the least of 16 largest of 128 lies below them all
+    if (lane == 0) { atomicMin(&least, x); atomicMax(&most, y); }
+    __syncthreads();
+    uint32_t base = least;
+    int shift = max(0, 20 - __clz((int)(most - base))); // TABLE_BINS = 2^12 bins from base on; the last one takes all above
+    for (int i = threadIdx.x; i < n; i += SELECT_THREADS) {
+        uint32_t v = gpu_ordered(score[i]);
+        if (v >= base) atomicAdd(&hist[min((v - base) >> shift, TABLE_BINS - 1u)], 1);
+    }
+    __syncthreads();
+    if (threadIdx.x < WARP) { // the bin of the k-th, from the top, 32 bins at a time
+        unsigned there = 0;
+        int above = 0, from = TABLE_BINS;
+        while (from > 0 && !there) {
+            from -= WARP;
+            int sum = hist[from + WARP - 1 - lane];
+            for (int o = 1; o < WARP; o *= 2) {
+                int v = __shfl_up_sync(0xffffffffu, sum, o);
+                if (lane >= o) sum += v;
+            }
+            there = __ballot_sync(0xffffffffu, above + sum >= k);
+            above += __shfl_sync(0xffffffffu, sum, WARP - 1);
+        }
+        if (lane == 0) bin = there ? from + WARP - __ffs((int)there) : -1;
+    }
+    __syncthreads();
+    Candidates candidates = candidates_in(memory, space);
+    if (bin >= 0) {
+        uint32_t bound = base + ((uint32_t)bin << shift);
+        for (int i0 = 0; i0 < n; i0 += SELECT_THREADS) {
+            int i = i0 + threadIdx.x;
+            float s = i < n ? score[i] : 0;
+            append_candidate(candidates, &total, space, i < n && gpu_ordered(s) >= bound, s, lo + i);
+        }
+    }
+    __syncthreads();
+    candidates.n = total;
+    if (bin >= 0 && total <= space) emit_best(candidates, k, lo, n, out, &radix, shared, nans);
+    else select_in_order([=](int i) { return gpu_ordered(score[i]); }, [=](int i) { return lo + i; }, n, k, out, &radix, shared, nans);
+}
+
+// Scores of rows first .. first + gridDim.y of the batch to table [row, n_cand], one thread a candidate; the arithmetic is that of hytopk_kernel.
+__global__ static void table_kernel(Core c, float *table, int first) {
+    int row = first + (int)blockIdx.y, s = (int)(blockIdx.x * blockDim.x + threadIdx.x), lo, n;
+    gpu_visible(c, row, &lo, &n);
+    if (n <= c.k || s < lo || s >= lo + n) return;
+    const floatX *key = index_key(c, row, s);
+    float score = 0;
+    for (int h = 0; h < c.HI; h++) {
+        const floatX *q = c.q_index + ((int64_t)row * c.HI + h) * c.DI;
+        float dot = 0;
+        for (int d = 0; d < c.DI; d++) dot = fmaf((float)q[d], (float)key[d], dot);
+        float part = c.w_index[(int64_t)row * c.HI + h] * (dot < 0 ? 0 : dot); // a NaN stays NaN
+        score = h == 0 ? part : score + part;
+    }
+    table[(int64_t)blockIdx.y * c.n_cand + s] = score;
+}
+
 // ---- HyTopK with tensor cores (bf16)
 // As above, but the scores of 256 candidates are matrix products, and each query's buffer belongs to one warp. Candidates
 // are numbered over all sequences. The columns (query, head) are ordered so that a thread finds all heads of its queries
@@ -800,22 +1094,6 @@ template <int D> __device__ static void score_chunk(const StreamShared &s, int H
     }
 }
 
-// The digit in which the k-th largest lies, of 256 counts; *left: its rank within that digit. One warp.
-__device__ static int find_digit(const int *hist, int k, int *left) {
-    int lane = threadIdx.x % WARP, own = 0, digit = 255 - 8 * lane, rank;
-    for (int j = 0; j < 8; j++) own += hist[digit - j];
-    int sum = own;
-    for (int o = 1; o < WARP; o *= 2) {
-        int v = __shfl_up_sync(0xffffffffu, sum, o);
-        if (lane >= o) sum += v;
-    }
-    int who = __ffs((int)__ballot_sync(0xffffffffu, sum >= k)) - 1;
-    rank = k - (sum - own);
-    if (lane == who)
-        while (hist[digit] < rank) rank -= hist[digit--];
-    *left = __shfl_sync(0xffffffffu, rank, who);
-    return __shfl_sync(0xffffffffu, digit, who);
-}
 // Bound such that exactly k of the n distinct keys are at or above it, by one warp. hist [256].
 __device__ static uint64_t warp_kth(const uint64_t *key, int n, int k, int *hist) {
     uint64_t prefix = 0, mask = 0;
@@ -849,110 +1127,699 @@ __device__ static int warp_keep(uint64_t *key, int n, uint64_t bound) {
     return kept;
 }
 
-// qb (8, 4, 2 or 1) of the rows first .. first + n_rows a block, the last ones, which see most, first; warp j keeps the
-// buffer of query j: it appends what is above tau in index order and cuts a full buffer to its k largest.
-template <int D> __global__ static void __launch_bounds__(BLOCK) stream_kernel(Core c, int32_t *sel, int qb, int first, int n_rows, long long *nans) {
+// Rows of a list to do again, and why; RETRY_ROWS or fewer are each split over the keys between RETRY_PARTS blocks.
+typedef struct { int count, underflow, overflow, unused; } Retry;
+enum { RETRY_ROWS = 64, RETRY_PARTS = 16 };
+
+// qb (8, 4, 2 or 1) rows a block; warp j keeps the buffer of query j: it appends what is above tau in index order and cuts a full buffer to its k
+// largest. Rows first .. first + n_rows (list NULL; the last ones, which see most, first), or list[0 .. retry->count). The parts of a split row
+// leave their k best in partial [row of the list, part, k] and their number in partial_n, for merge_kernel.
+template <int D> __global__ static void __launch_bounds__(BLOCK) stream_kernel(Core c, int32_t *sel, int qb, int first, int n_rows, const int *list, const Retry *retry,
+                                                                              uint64_t *partial, int *partial_n, long long *nans) {
     extern __shared__ __align__(16) char memory[];
     __shared__ Group g;
     StreamShared s;
     stream_layout(c, qb, memory, &s);
     int heads = max(c.HI, 2), nq = max(qb, 4), words = c.DI / 8, capacity = 2 * c.k + CHUNK_KEYS, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    if (threadIdx.x == 0) {
-        g.from = INT32_MAX;
-        g.to = 0;
-        for (int j = 0; j < qb; j++) {
-            int at = (int)(gridDim.x - 1 - blockIdx.x) * qb + j, row = at < n_rows ? first + at : -1, lo = 0, n = 0;
-            if (row >= 0) gpu_visible(c, row, &lo, &n);
-            g.row[j] = row;
-            g.lo[j] = g.hi[j] = 0;
-            if (n <= c.k) continue; // takes all: nothing to score
-            g.lo[j] = row / c.T * c.n_cand + lo;
-            g.hi[j] = g.lo[j] + n;
-            g.from = min(g.from, g.lo[j]);
-            g.to = max(g.to, g.hi[j]);
-        }
-    }
-    __syncthreads();
-    int row = warp < qb ? g.row[warp] : -1, lo = warp < qb ? g.lo[warp] : 0, hi = warp < qb ? g.hi[warp] : 0, from = g.from, to = g.to, n = 0;
-    uint64_t *key = s.buffer + (warp < qb ? warp : 0) * capacity, tau = 0;
-    if (from < to) {
-        stage_keys(c, from, s.key);
-        for (int x = threadIdx.x; x < nq * heads * words; x += BLOCK) {
-            int p = x / words, d = x % words * 8, j = column_query(p, heads), h = column_head(p, heads);
-            uint4 v = make_uint4(0, 0, 0, 0);
-            if (j < qb && h < c.HI && g.row[j] >= 0) v = *(const uint4 *)(c.q_index + ((int64_t)g.row[j] * c.HI + h) * c.DI + d);
-            *(uint4 *)(s.q + p * (c.DI + PAD) + d) = v;
-        }
-        for (int x = threadIdx.x; x < nq * heads; x += BLOCK) {
-            int j = x / heads, h = x % heads;
-            s.w[x] = j < qb && h < c.HI && g.row[j] >= 0 ? 0.5f * c.w_index[(int64_t)g.row[j] * c.HI + h] : 0;
-        }
-    }
-    for (int s0 = from; s0 < to; s0 += CHUNK_KEYS) {
-        copies_done();
+    int total = list ? retry->count : n_rows, groups = (total + qb - 1) / qb, parts = list && total <= RETRY_ROWS ? RETRY_PARTS : 1;
+    uint64_t *key = s.buffer + (warp < qb ? warp : 0) * capacity;
+    for (int item = blockIdx.x; item < groups * parts; item += gridDim.x) {
+        int at = (groups - 1 - item / parts) * qb, part = item % parts;
         __syncthreads();
-        score_chunk<D>(s, heads, nq);
+        if (threadIdx.x == 0) {
+            g.from = INT32_MAX;
+            g.to = 0;
+            for (int j = 0; j < qb; j++) {
+                int row = at + j >= total ? -1 : list ? list[at + j] : first + at + j, lo = 0, n = 0;
+                if (row >= 0) gpu_visible(c, row, &lo, &n);
+                g.row[j] = row;
+                g.lo[j] = g.hi[j] = 0;
+                if (n <= c.k) continue; // takes all: nothing to score
+                g.lo[j] = row / c.T * c.n_cand + lo;
+                g.hi[j] = g.lo[j] + n;
+                g.from = min(g.from, g.lo[j]);
+                g.to = max(g.to, g.hi[j]);
+            }
+        }
         __syncthreads();
-        if (s0 + CHUNK_KEYS < to) stage_keys(c, s0 + CHUNK_KEYS, s.key);
-        if (warp >= qb || s0 >= hi || s0 + CHUNK_KEYS <= lo) continue;
-        if (n + CHUNK_KEYS > capacity) {
-            tau = warp_kth(key, n, c.k, s.hist + warp * 256);
-            n = warp_keep(key, n, tau);
+        int row = warp < qb ? g.row[warp] : -1, lo = warp < qb ? g.lo[warp] : 0, hi = warp < qb ? g.hi[warp] : 0, from = g.from, to = g.to, n = 0;
+        uint64_t tau = 0;
+        if (parts > 1) { // this part's share, in whole chunks
+            int chunks = (to - from + CHUNK_KEYS - 1) / CHUNK_KEYS;
+            to = min(to, from + (int)((int64_t)chunks * (part + 1) / parts) * CHUNK_KEYS);
+            from += (int)((int64_t)chunks * part / parts) * CHUNK_KEYS;
         }
-        for (int i = lane; i < CHUNK_KEYS; i += WARP) {
-            uint64_t x = s0 + i >= lo && s0 + i < hi ? gpu_order_key(s.score[warp * SCORE_PITCH + i], s0 + i) : 0;
-            unsigned ballot = __ballot_sync(0xffffffffu, x > tau);
-            if (x > tau) key[n + __popc(ballot & ((1u << lane) - 1))] = x;
-            n += __popc(ballot);
+        if (from < to) {
+            stage_keys(c, from, s.key);
+            for (int x = threadIdx.x; x < nq * heads * words; x += BLOCK) {
+                int p = x / words, d = x % words * 8, j = column_query(p, heads), h = column_head(p, heads);
+                uint4 v = make_uint4(0, 0, 0, 0);
+                if (j < qb && h < c.HI && g.row[j] >= 0) v = *(const uint4 *)(c.q_index + ((int64_t)g.row[j] * c.HI + h) * c.DI + d);
+                *(uint4 *)(s.q + p * (c.DI + PAD) + d) = v;
+            }
+            for (int x = threadIdx.x; x < nq * heads; x += BLOCK) {
+                int j = x / heads, h = x % heads;
+                s.w[x] = j < qb && h < c.HI && g.row[j] >= 0 ? 0.5f * c.w_index[(int64_t)g.row[j] * c.HI + h] : 0;
+            }
         }
-        __syncwarp();
+        for (int s0 = from; s0 < to; s0 += CHUNK_KEYS) {
+            copies_done();
+            __syncthreads();
+            score_chunk<D>(s, heads, nq);
+            __syncthreads();
+            if (s0 + CHUNK_KEYS < to) stage_keys(c, s0 + CHUNK_KEYS, s.key);
+            if (warp >= qb || s0 >= hi || s0 + CHUNK_KEYS <= lo) continue;
+            if (n + CHUNK_KEYS > capacity) {
+                tau = warp_kth(key, n, c.k, s.hist + warp * 256);
+                n = warp_keep(key, n, tau);
+            }
+            for (int i = lane; i < CHUNK_KEYS; i += WARP) {
+                uint64_t x = s0 + i >= lo && s0 + i < min(hi, to) ? gpu_order_key(s.score[warp * SCORE_PITCH + i], s0 + i) : 0;
+                unsigned ballot = __ballot_sync(0xffffffffu, x > tau);
+                if (x > tau) key[n + __popc(ballot & ((1u << lane) - 1))] = x;
+                n += __popc(ballot);
+            }
+            __syncwarp();
+        }
+        if (row < 0) continue;
+        int32_t *out = sel + (int64_t)row * c.k;
+        if (hi == lo) { // never in a list
+            int begin, seen;
+            gpu_visible(c, row, &begin, &seen);
+            take_all(out, begin, seen, c.k, lane, WARP);
+            continue;
+        }
+        if (n > c.k) n = warp_keep(key, n, warp_kth(key, n, c.k, s.hist + warp * 256));
+        if (parts > 1) {
+            int64_t place = (int64_t)(at + warp) * parts + part;
+            for (int j = lane; j < n; j += WARP) partial[place * c.k + j] = key[j];
+            if (lane == 0) partial_n[place] = n;
+            continue;
+        }
+        int base = row / c.T * c.n_cand;
+        for (int j = lane; j < c.k; j += WARP) {
+            out[j] = (int32_t)~(uint32_t)key[j] - base;
+            if (key[j] >> 32 == 0xffffffffu) atomicAdd((unsigned long long *)nans, 1ull);
+        }
     }
-    if (row < 0) return;
-    int32_t *out = sel + (int64_t)row * c.k;
-    if (hi == lo) {
-        int begin, seen;
-        gpu_visible(c, row, &begin, &seen);
-        for (int j = lane; j < c.k; j += WARP) out[j] = j < seen ? begin + j : -1;
-        return;
-    }
-    if (n > c.k) n = warp_keep(key, n, warp_kth(key, n, c.k, s.hist + warp * 256));
-    int base = row / c.T * c.n_cand;
-    for (int j = lane; j < c.k; j += WARP) {
-        out[j] = (int32_t)~(uint32_t)key[j] - base;
-        if (key[j] >> 32 == 0xffffffffu) atomicAdd((unsigned long long *)nans, 1ull);
-    }
+}
+
+// The k best of the parts of one row: parts follow each other in index order, and so do the keys of each.
+__global__ static void merge_kernel(Core c, int32_t *sel, const int *list, const Retry *retry, const uint64_t *partial, const int *partial_n, long long *nans) {
+    __shared__ Radix radix;
+    __shared__ int shared[64];
+    if (retry->count > RETRY_ROWS || (int)blockIdx.x >= retry->count) return;
+    int row = list[blockIdx.x], base = row / c.T * c.n_cand, k = c.k;
+    const uint64_t *key = partial + (int64_t)blockIdx.x * RETRY_PARTS * k;
+    const int *n = partial_n + blockIdx.x * RETRY_PARTS;
+    select_in_order([=](int i) { return i % k < n[i / k] ? (uint32_t)(key[i] >> 32) : 0u; }, [=](int i) { return (int32_t)~(uint32_t)key[i] - base; },
+                    RETRY_PARTS * k, k, sel + (int64_t)row * k, &radix, shared, nans);
 }
 
 // Whether the kernel has the sizes: a block's shared memory holds at least one query's buffer.
 static int stream_fits(const Core &c) {
     return !c.control && (c.DI == 32 || c.DI == 64 || c.DI == 128) && (c.HI == 1 || c.HI % 2 == 0) && stream_layout(c, 1, NULL, NULL) <= 226 * 1024;
 }
-// Select with tensor cores where the kernel has the sizes. Returns 0 when it has not.
-static int stream_select(const Core &c, int32_t *sel, int first, int n_rows) {
-    void (*kernel)(Core, int32_t *, int, int, int, long long *) = c.DI == 32 ? stream_kernel<32> : c.DI == 64 ? stream_kernel<64> : stream_kernel<128>;
-    if (!stream_fits(c)) return 0;
-    for (int half = 1; half >= 0; half--) // as many queries a block as leave room for two blocks, else as many as fit at all
-        for (int qb = 8; qb > 0; qb /= 2) {
-            size_t bytes = stream_layout(c, qb, NULL, NULL);
-            if (bytes > (size_t)(half ? 112 : 226) * 1024) continue;
-            CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-            kernel<<<(unsigned)((n_rows + qb - 1) / qb), BLOCK, bytes, stream>>>(c, sel, qb, first, n_rows, &G_.sums->nans);
-            return 1;
-        }
-    return 0;
+// Rows first .. first + n_rows, or those of a list on the device (with room for the parts). For sizes that stream_fits() takes.
+static void stream_select(const Core &c, int32_t *sel, int first, int n_rows, const int *list, const Retry *retry, uint64_t *partial, int *partial_n) {
+    void (*kernel)(Core, int32_t *, int, int, int, const int *, const Retry *, uint64_t *, int *, long long *) = c.DI == 32 ? stream_kernel<32> : c.DI == 64 ? stream_kernel<64> : stream_kernel<128>;
+    int qb = 8; // as many queries a block as leave room for two blocks, else as many as fit at all
+    while (qb > 1 && stream_layout(c, qb, NULL, NULL) > 112 * 1024) qb /= 2;
+    if (stream_layout(c, qb, NULL, NULL) > 112 * 1024)
+        for (qb = 8; stream_layout(c, qb, NULL, NULL) > 226 * 1024;) qb /= 2;
+    size_t bytes = stream_layout(c, qb, NULL, NULL);
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    kernel<<<list ? 2 * G_.multiprocessors : blocks_for(n_rows, qb), BLOCK, bytes, stream>>>(c, sel, qb, first, n_rows, list, retry, partial, partial_n, &G_.sums->nans);
 }
-#else
-static int stream_fits(const Core &) { return 0; }
-static int stream_select(const Core &, int32_t *, int, int) { return 0; }
+
+// ---- HyTopK at the speed of the product (bf16, wgmma and TMA: sm_90a)
+// A tile is 256 columns = 256 / HI queries times HI heads, permuted as above and kept in shared memory; the keys stream by, 128 a block, brought
+// by TMA, 64 for each of two warpgroups: D[64 keys, 256 columns] = K Q^T, in two halves: while a thread works on the one half's result, its own
+// product of the other half runs, and so do the other warpgroup's. A thread gets the scores of 64 / HI queries for keys g and g + 8; its head
+// weights and thresholds stay in registers. If either score of such a pair passes its query's threshold, the pair is appended, as one record
+// (score, score, key, -), to the list that belongs to this thread and query: 64 lists a row. No vote, no branch, no mask: all behind the compare
+// is predicated, so the cost does not depend on how many pass. What a row may not see, and the half of a pair that did not pass, is dropped by
+// select_lists_kernel. The thresholds are guesses, from the scores of a sample of the keys. A list that is full keeps overwriting its last record;
+// such rows, and those of which fewer than k passed, go to a list and are done again by stream_kernel: a buffer is a cache, never a bound on
+// correctness. dev/cuda/hytopk.cu shows how one gets there, with what each step costs.
+
+enum { SCAN_THREADS = 384, SCAN_KEYS = 128, SCAN_COLUMNS = 256, LISTS = 64, K_PANEL = SCAN_KEYS * 128, Q_PANEL = SCAN_COLUMNS * 128 };
+
+// One launch over "tiles" tiles. An item is a part of a tile's keys.
+typedef struct {
+    const float *w, *tau;                // (B*T, HI); (tiles, 4, 64 / HI): of query 4j + c at [c][j]
+    const int2 *plan;                    // (tiles, parts): first key (in its sequence), blocks of keys, a multiple of unroll_of(D)
+    int first_tile, tiles, parts, tiles_per_seq, T, n_keys;
+    float *table;                        // TABLE: scores (tiles * 256 / HI, stride)
+    int64_t stride;
+    uint4 *lists;                        // (tiles, cap, 256 / HI, LISTS) (score, score of key + 8, key, unused)
+    int *counts, cap;                    // (tiles, 256 / HI, LISTS); cap - 1 is full
+} Scan;
+
+// D = 32 stands in panels for 64 channels, the other half filled with zeros by TMA and never multiplied.
+__host__ __device__ static constexpr int panels_of(int D) { return D > 64 ? D / 64 : 1; }
+__host__ __device__ static constexpr int stages_of(int D) { return D > 64 ? 4 : 8; }
+__host__ __device__ static constexpr int unroll_of(int D) { return D > 64 ? 2 : 4; } // blocks of keys come in multiples of it
+static size_t scan_shared_bytes(int D) { return 1024 + (size_t)panels_of(D) * (Q_PANEL + (size_t)stages_of(D) * K_PANEL) + 8 * (2 * (size_t)stages_of(D) + 2); }
+
+// The i-th item of a block: longest tiles first, and every other round in reverse, so that all blocks get the same length. -1: none in this round.
+__device__ static int scan_item(int i, int items) {
+    int from_end = i * (int)gridDim.x + (int)(i % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    return from_end < items ? items - 1 - from_end : -1;
+}
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+__device__ static void barrier_init(uint32_t b, int n) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(b), "r"(n) : "memory"); }
+__device__ static void barrier_arrive(uint32_t b) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(b) : "memory"); }
+__device__ static void barrier_wait(uint32_t b, int phase) {
+    asm volatile("{\n.reg .pred p;\nWAIT_%=:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra WAIT_%=;\n}" ::"r"(b), "r"(phase) : "memory");
+}
+__device__ static void barrier_expect(uint32_t b, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(b), "r"(bytes) : "memory");
+}
+__device__ static void tma_load(uint32_t to, const CUtensorMap *map, uint32_t barrier, int x, int y) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
+                 ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y) : "memory");
+}
+// Rows of 128 bytes, 128-byte swizzle: groups of 8 rows are 1024 bytes apart. Descriptors differ in the address alone, in units of 16 bytes.
+__device__ static uint64_t scan_descriptor(uint32_t at16) { return (uint64_t)(at16 | 1u << 16) | 64ull << 32 | 1ull << 62; }
+
+#define R8(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
+// c [64 keys, 128 columns] (+)= a[64, 16] b[128, 16]^T; c is overwritten when not accumulate.
+__device__ static void wgmma_128(float (&c)[64], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+                 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+                 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63},"
+                 "%64, %65, p, 1, 1, 0, 0;\n}"
+                 : R8(c, 0), R8(c, 8), R8(c, 16), R8(c, 24), R8(c, 32), R8(c, 40), R8(c, 48), R8(c, 56) : "l"(a), "l"(b), "r"(accumulate));
+}
+// Issue D / 16 products of the keys at "keys" with the 128 columns at "columns" (shared addresses in units of 16 bytes, the same in all threads).
+template <int D> __device__ static void issue_products(float (&c)[64], uint32_t keys, uint32_t columns) {
+    wgmma_fence();
+    #pragma unroll
+    for (int d = 0; d < D / 16; d++) {
+        constexpr int panel_k = K_PANEL / 16, panel_q = Q_PANEL / 16;
+        wgmma_128(c, scan_descriptor(keys + (uint32_t)(d / 4 * panel_k + d % 4 * 2)), scan_descriptor(columns + (uint32_t)(d / 4 * panel_q + d % 4 * 2)), d > 0);
+    }
+    wgmma_commit();
+}
+// Wait until at most N products are in flight. They write registers behind the compiler's back: what reads c must not move above the wait.
+template <int N> __device__ static void products_ready(float (&c)[64]) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+    #pragma unroll
+    for (int j = 0; j < 64; j++) asm volatile("" : "+f"(c[j])::"memory");
+}
+
+// What a thread keeps for a tile. w holds HI half weights for each of 64 / HI queries.
+template <int H> struct Lane {
+    float w[64], tau[H == 4 ? 4 : 64 / H];
+    const float *tau_from;     // H = 4: the thresholds, of which 4 at a time stand in tau
+    uint32_t n[64 / H], last;  // where each list ends, and the last place, in bytes
+    char *out;                 // TABLE: score of its first query and key 0; else first record of its first list
+    int64_t stride;
+    float even[2], odd[2];     // sums under way, for keys g and g + 8
+};
+
+// One pair of scores: if not (both <= tau), append. Predicated by hand: a compiler would branch. n, last: in bytes.
+template <int H, int QUERY> __device__ static void append_pair(float a, float b, float tau, int key, uint32_t &n, uint32_t last, const char *list) {
+    asm volatile("{\n.reg .pred p;\n.reg .b64 at;\n.reg .b32 unused;\n"
+                 "setp.gtu.f32 p, %1, %3;\n"
+                 "setp.gtu.or.f32 p, %2, %3, p;\n"
+                 "cvt.u64.u32 at, %0;\n"
+                 "add.u64 at, at, %5;\n"
+                 "@p st.global.v4.b32 [at + %8], {%1, %2, %4, unused};\n"
+                 "@p add.u32 %0, %0, %7;\n"
+                 "@p min.u32 %0, %0, %6;\n}"
+                 : "+r"(n) : "f"(a), "f"(b), "f"(tau), "r"(key), "l"(list), "r"(last), "n"(SCAN_COLUMNS / H * LISTS * 16), "n"(QUERY * 4 * LISTS * 16) : "memory");
+}
+// Four thresholds from memory (the L1 cache) when registers are short; volatile, or the compiler would keep them in registers after all.
+__device__ static float4 load_thresholds(const float *p) {
+    float4 v;
+    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
+    return v;
+}
+
+// 64 accumulators, from column pair FROM on: add their heads, and finish the queries that end here. key: that of row g of this thread's fragment.
+template <int H, int TABLE, int FROM, int I> __device__ static void finish_scores(Lane<H> &t, const float (&c)[64], int key, int n_keys) {
+    if constexpr (I < 16) {
+        constexpr int j = FROM + I, query = j / (H / 2), head = 2 * (j % (H / 2));
+        if constexpr (head == 0) t.even[0] = t.even[1] = t.odd[0] = t.odd[1] = 0;
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float e = c[4 * I + 2 * i], o = c[4 * I + 2 * i + 1];
+            t.even[i] = fmaf(e + fabsf(e), t.w[2 * j], t.even[i]);
+            t.odd[i] = fmaf(o + fabsf(o), t.w[2 * j + 1], t.odd[i]);
+        }
+        if constexpr (!TABLE && H == 4 && head == 0 && query % 4 == 0) {
+            float4 v = load_thresholds(t.tau_from + query);
+            t.tau[0] = v.x;
+            t.tau[1] = v.y;
+            t.tau[2] = v.z;
+            t.tau[3] = v.w;
+        }
+        if constexpr (head == H - 2) {
+            float a = t.even[0] + t.odd[0], b = t.even[1] + t.odd[1];
+            if constexpr (TABLE) {
+                float *row = (float *)t.out + query * 4 * t.stride;
+                if (key < n_keys) row[key] = a;
+                if (key + 8 < n_keys) row[key + 8] = b;
+            } else append_pair<H, query>(a, b, t.tau[H == 4 ? query % 4 : query], key, t.n[query], t.last, t.out);
+        }
+        finish_scores<H, TABLE, FROM, I + 1>(t, c, key, n_keys);
+    }
+}
+
+template <int H, int D, int TABLE> __device__ static void scan_consumer(const Scan &s, uint32_t keys, uint32_t columns, uint32_t full, uint32_t empty, uint32_t q_full, uint32_t q_empty) {
+    constexpr int NQ = SCAN_COLUMNS / H, STAGES = stages_of(D), UNROLL = unroll_of(D), STAGE = panels_of(D) * K_PANEL / 16, HALF = SCAN_COLUMNS / 2 * 128 / 16;
+    int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0); // known to be the same in a warp: descriptors stay in uniform registers
+    int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, c4 = lane % 4, list = group * 32 + warp * 8 + lane / 4;
+    int stage = 0, phase = 0, q_phase = 0, row_in_block = group * 64 + warp * 16 + lane / 4;
+    keys = keys / 16 + (uint32_t)group * (64 * 128 / 16);
+    columns /= 16;
+    Lane<H> t;
+    t.last = (uint32_t)(s.cap - 1) * (NQ * LISTS * 16);
+    t.stride = s.stride;
+    for (int i = 0; i * (int)gridDim.x < s.tiles * s.parts; i++) {
+        int item = scan_item(i, s.tiles * s.parts), tile = item / s.parts;
+        int2 plan = item < 0 ? make_int2(0, 0) : s.plan[item];
+        if (plan.y == 0) continue;
+        int sequence = (s.first_tile + tile) / s.tiles_per_seq, t0 = (s.first_tile + tile) % s.tiles_per_seq * NQ + c4;
+        #pragma unroll
+        for (int j = 0; j < 32; j++) {
+            int query = j / (H / 2), head = 2 * (j % (H / 2));
+            float2 w = make_float2(0, 0);
+            if (t0 + 4 * query < s.T) w = *(const float2 *)(s.w + ((int64_t)sequence * s.T + t0 + 4 * query) * H + head);
+            t.w[2 * j] = 0.5f * w.x;
+            t.w[2 * j + 1] = 0.5f * w.y;
+        }
+        #pragma unroll
+        for (int q = 0; q < 64 / H; q++) {
+            if (H > 4) t.tau[q] = TABLE ? 0 : s.tau[(int64_t)tile * NQ + c4 * (64 / H) + q];
+            t.n[q] = 0;
+        }
+        t.tau_from = s.tau + (int64_t)tile * NQ + c4 * (64 / H);
+        if (TABLE) t.out = (char *)(s.table + ((int64_t)tile * NQ + c4) * s.stride);
+        else t.out = (char *)(s.lists + ((int64_t)tile * s.cap * NQ + c4) * LISTS + list);
+        int key = plan.x + row_in_block;
+        barrier_wait(q_full, q_phase);
+        q_phase ^= 1;
+        float a[64], b[64];
+        #pragma unroll 1
+        for (int block = 0; block < plan.y; block += UNROLL) {
+            barrier_wait(full + 8 * stage, phase);
+            issue_products<D>(a, keys + stage * STAGE, columns);
+            #pragma unroll
+            for (int u = 0; u < UNROLL; u++, key += SCAN_KEYS) {
+                issue_products<D>(b, keys + stage * STAGE, columns + HALF);
+                products_ready<1>(a);
+                finish_scores<H, TABLE, 0, 0>(t, a, key, s.n_keys);
+                int done = stage;
+                if (++stage == STAGES) { stage = 0; phase ^= 1; }
+                if (u + 1 < UNROLL) {
+                    barrier_wait(full + 8 * stage, phase);
+                    issue_products<D>(a, keys + stage * STAGE, columns);
+                    products_ready<1>(b);
+                } else products_ready<0>(b);
+                if (lane == 0) barrier_arrive(empty + 8 * done);
+                finish_scores<H, TABLE, 16, 0>(t, b, key, s.n_keys);
+            }
+        }
+        if (lane == 0) barrier_arrive(q_empty);
+        if (!TABLE)
+            for (int q = 0; q < 64 / H; q++) s.counts[((int64_t)tile * NQ + 4 * q + c4) * LISTS + list] = (int)(t.n[q] / (NQ * LISTS * 16));
+    }
+}
 #endif
 
+template <int H, int D, int TABLE> __global__ static void __launch_bounds__(SCAN_THREADS, 1)
+scan_kernel(const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_q, const __grid_constant__ Scan s) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    constexpr int STAGES = stages_of(D), PANELS = panels_of(D);
+    extern __shared__ __align__(16) char memory[];
+    uint32_t columns = (smem_address(memory) + 1023) / 1024 * 1024, keys = columns + PANELS * Q_PANEL;
+    uint32_t full = keys + STAGES * PANELS * K_PANEL, empty = full + 8 * STAGES, q_full = empty + 8 * STAGES, q_empty = q_full + 8;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            barrier_init(full + 8 * i, 1);
+            barrier_init(empty + 8 * i, 8); // one arrival a warp
+        }
+        barrier_init(q_full, 1);
+        barrier_init(q_empty, 8);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    if (threadIdx.x >= 256) { // the producer: one thread
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        if (threadIdx.x != 256) return;
+        int stage = 0, phase = 1, q_phase = 1; // a fresh barrier counts as having completed phase 1
+        for (int i = 0; i * (int)gridDim.x < s.tiles * s.parts; i++) {
+            int item = scan_item(i, s.tiles * s.parts), tile = item / s.parts;
+            int2 plan = item < 0 ? make_int2(0, 0) : s.plan[item];
+            if (plan.y == 0) continue;
+            int y = (s.first_tile + tile) / s.tiles_per_seq * s.n_keys + plan.x;
+            barrier_wait(q_empty, q_phase);
+            q_phase ^= 1;
+            barrier_expect(q_full, PANELS * Q_PANEL);
+            for (int p = 0; p < PANELS; p++) tma_load(columns + p * Q_PANEL, &map_q, q_full, p * 64, tile * SCAN_COLUMNS);
+            for (int b = 0; b < plan.y; b++) {
+                barrier_wait(empty + 8 * stage, phase);
+                barrier_expect(full + 8 * stage, PANELS * K_PANEL);
+                for (int p = 0; p < PANELS; p++) tma_load(keys + (stage * PANELS + p) * K_PANEL, &map_k, full + 8 * stage, p * 64, y + b * SCAN_KEYS);
+                if (++stage == STAGES) { stage = 0; phase ^= 1; }
+            }
+        }
+        return;
+    }
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    scan_consumer<H, D, TABLE>(s, keys, columns, full, empty, q_full, q_empty);
+#endif
+}
+
+// Sample j of the keys: one of every "stride", at a place that a hash jitters, so that no period of the data can hide from it.
+__device__ static int sample_position(int j, int stride) { return j * stride + (int)(gpu_rng_mix((uint64_t)j) % (uint64_t)stride); }
+// Samples among the candidates [lo, lo + n): first and number.
+__device__ static int2 sample_range(int lo, int n, int stride, int n_sample) {
+    int a = lo / stride, b = (lo + n) / stride;
+    a += sample_position(a, stride) < lo;
+    b += sample_position(b, stride) < lo + n;
+    a = min(a, n_sample);
+    b = min(b, n_sample);
+    return make_int2(a, max(0, b - a));
+}
+// The sample's score of this rank is the guess. q of the k best are expected among m of n; four standard deviations more and the guess is too
+// high for one row in 10,000, whatever the scores' distribution.
+__host__ __device__ static int sample_rank(int k, int m, int n) {
+    float q = (float)k * (float)m / (float)n;
+    return (int)ceilf(q + 4 * sqrtf(q));
+}
+// Where a tile keeps the threshold of its query q: see Scan.
+__device__ static int64_t tau_at(int64_t tile, int q, int NQ) { return tile * NQ + q % 4 * (NQ / 4) + q / 4; }
+
+// How a layer's selection is cut up, and what it works with, carved from G_.select.
+typedef struct {
+    int NQ, tiles_per_seq, tiles, chunk; // queries a tile; tiles in all and at once
+    int stride, n_sample, cap, space;    // one key of "stride" is a sample; records a list; candidates of a row in select_lists_kernel
+    int parts;                           // --topk table: parts of a tile's keys, so that few tiles still fill the card
+    floatX *q, *sample;                  // (chunk, SCAN_COLUMNS, DI), (B, n_sample, DI)
+    uint4 *lists;                        // see Scan; before, the sample's score table (chunk * NQ, n_sample); --topk table: (chunk * NQ, n_cand)
+    int *counts, *retry_rows, *partial_n;
+    float *tau;
+    int2 *plan, *plan_sample;
+    Retry *retry;
+    uint64_t *partial;
+} Select;
+
+// One warp a tile: the range of keys that its scored rows see, the same among the samples, and thresholds: NaN (all pass, until a guess comes),
+// or infinity for rows that are not scored.
+__global__ static void plan_kernel(Core c, Select x, int first_tile, int tiles) {
+    int tile = (int)(blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP), lane = threadIdx.x % WARP;
+    int lo = INT32_MAX, hi = 0, first = INT32_MAX, last = 0;
+    if (tile >= tiles) return;
+    for (int q = lane; q < x.NQ; q += WARP) {
+        int t = (first_tile + tile) % x.tiles_per_seq * x.NQ + q, begin, n = 0;
+        if (t < c.T) gpu_visible(c, (first_tile + tile) / x.tiles_per_seq * c.T + t, &begin, &n);
+        x.tau[tau_at(tile, q, x.NQ)] = n > c.k ? NAN : INFINITY;
+        if (n <= c.k) continue;
+        lo = min(lo, begin);
+        hi = max(hi, begin + n);
+        int2 m = sample_range(begin, n, x.stride, x.n_sample);
+        if (m.y == 0 || sample_rank(c.k, m.y, n) > m.y) continue;
+        first = min(first, m.x);
+        last = max(last, m.x + m.y);
+    }
+    lo = __reduce_min_sync(0xffffffffu, lo);
+    hi = __reduce_max_sync(0xffffffffu, hi);
+    first = __reduce_min_sync(0xffffffffu, first);
+    last = __reduce_max_sync(0xffffffffu, last);
+    int unroll = unroll_of(c.DI), step = SCAN_KEYS * unroll, steps = hi > lo ? (hi - lo + step - 1) / step : 0;
+    for (int p = lane; p < x.parts; p += WARP) {
+        int a = (int)((int64_t)steps * p / x.parts), b = (int)((int64_t)steps * (p + 1) / x.parts);
+        x.plan[tile * x.parts + p] = make_int2(lo + a * step, (b - a) * unroll);
+    }
+    if (lane == 0) x.plan_sample[tile] = last > first ? make_int2(first, (last - first + step - 1) / step * unroll) : make_int2(0, 0);
+}
+
+// Rows (tile, column) of DI channels from the index queries, in the order of column_query and column_head; zeros behind the end of a sequence.
+__global__ static void permute_kernel(Core c, Select x, int first_tile, int tiles) {
+    int words = c.DI / 8;
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < (int64_t)tiles * SCAN_COLUMNS * words; i += (int64_t)gridDim.x * blockDim.x) {
+        int p = (int)(i / words % SCAN_COLUMNS), d = (int)(i % words) * 8, tile = first_tile + (int)(i / words / SCAN_COLUMNS);
+        int t = tile % x.tiles_per_seq * x.NQ + column_query(p, c.HI);
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (t < c.T) v = *(const uint4 *)(c.q_index + (((int64_t)(tile / x.tiles_per_seq) * c.T + t) * c.HI + column_head(p, c.HI)) * c.DI + d);
+        *(uint4 *)(x.q + i * 8) = v;
+    }
+}
+__global__ static void gather_sample_kernel(Core c, Select x) {
+    int words = c.DI / 8;
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < (int64_t)(c.N / c.T) * x.n_sample * words; i += (int64_t)gridDim.x * blockDim.x) {
+        int j = (int)(i / words), b = j / x.n_sample, d = (int)(i % words) * 8;
+        *(uint4 *)(x.sample + i * 8) = *(const uint4 *)(c.k_index + ((int64_t)b * c.n_cand + sample_position(j % x.n_sample, x.stride)) * c.DI + d);
+    }
+}
+
+// The greatest float below the score that stands behind an ordered integer. A score passes when not (score <= threshold), so a NaN always passes
+// and a NaN threshold lets everything pass. Below +0 comes -FLT_MIN: the next float down is -0, which equals it.
+__device__ static float just_below(uint32_t o) {
+    if (o == 0xffffffffu) return INFINITY;
+    if (o == 0x80000000u) return -FLT_MIN;
+    if (o <= 0x007fffffu) return NAN;
+    o--;
+    return __uint_as_float(o >> 31 ? o & 0x7fffffffu : ~o);
+}
+
+// One block a row of the chunk: the guess, from the row's sample scores, where the lists will stand. Dynamic shared memory: [n_sample].
+__global__ static void guess_kernel(Core c, Select x, int first_tile) {
+    extern __shared__ __align__(16) char memory[];
+    __shared__ Radix radix;
+    uint32_t *score = (uint32_t *)memory;
+    int tile = (int)blockIdx.x / x.NQ, q = (int)blockIdx.x % x.NQ, t = (first_tile + tile) % x.tiles_per_seq * x.NQ + q, lo, n;
+    if (t >= c.T) return;
+    gpu_visible(c, (first_tile + tile) / x.tiles_per_seq * c.T + t, &lo, &n);
+    if (n <= c.k) return;
+    int2 m = sample_range(lo, n, x.stride, x.n_sample);
+    int rank = sample_rank(c.k, m.y, n);
+    if (rank > m.y || m.y == 0) return;
+    const float *table = (const float *)x.lists + (int64_t)blockIdx.x * x.n_sample + m.x;
+    for (int i = threadIdx.x; i < m.y; i += blockDim.x) score[i] = gpu_ordered(table[i]);
+    Cut cut = block_kth([=](int i) { return score[i]; }, m.y, rank, 2, &radix);
+    if (threadIdx.x == 0) x.tau[tau_at(tile, q, x.NQ)] = just_below(cut.bound);
+}
+
+// One block a row of the chunk: its lists to shared memory, then the k best of them. If the lists do not hold the answer the row's number goes
+// to the retry list instead. Dynamic shared memory: candidates_bytes(space).
+__global__ __launch_bounds__(SELECT_THREADS) static void select_lists_kernel(Core c, Select x, int32_t *sel, int first_tile, long long *nans) {
+    extern __shared__ __align__(16) char memory[];
+    __shared__ Radix radix;
+    __shared__ int number[LISTS], total, most, warp_count[SELECT_THREADS / WARP];
+    int tile = (int)blockIdx.x / x.NQ, q = (int)blockIdx.x % x.NQ, t = (first_tile + tile) % x.tiles_per_seq * x.NQ + q, warp = threadIdx.x / WARP, k = c.k, lo, n;
+    if (t >= c.T) return;
+    int row = (first_tile + tile) / x.tiles_per_seq * c.T + t;
+    int32_t *out = sel + (int64_t)row * k;
+    gpu_visible(c, row, &lo, &n);
+    if (n <= k) {
+        take_all(out, lo, n, k, threadIdx.x, SELECT_THREADS);
+        return;
+    }
+    if (threadIdx.x == 0) total = most = 0;
+    __syncthreads();
+    if (threadIdx.x < LISTS) {
+        number[threadIdx.x] = x.counts[((int64_t)tile * x.NQ + q) * LISTS + threadIdx.x];
+        atomicMax(&most, number[threadIdx.x]);
+    }
+    __syncthreads();
+    // 64 threads read the same place of all lists, 1 KB; eight places at once
+    Candidates candidates = candidates_in(memory, x.space);
+    float bound = x.tau[tau_at(tile, q, x.NQ)];
+    int mine = number[threadIdx.x % LISTS], full = most >= x.cap - 1;
+    for (int place = warp / 2; place < most && !full; place += SELECT_THREADS / LISTS) {
+        uint4 record = make_uint4(0, 0, 0, 0);
+        if (place < mine) record = x.lists[(((int64_t)tile * x.cap + place) * x.NQ + q) * LISTS + threadIdx.x % LISTS];
+        for (int half = 0; half < 2; half++) {
+            float score = __uint_as_float(half ? record.y : record.x);
+            int i = (int)record.z + 8 * half;
+            append_candidate(candidates, &total, x.space, place < mine && i >= lo && i < lo + n && !(score <= bound), score, i);
+        }
+    }
+    __syncthreads();
+    candidates.n = total;
+    if (full || total > x.space || total < k) {
+        if (threadIdx.x == 0) {
+            x.retry_rows[atomicAdd(&x.retry->count, 1)] = row;
+            atomicAdd(full || total > x.space ? &x.retry->overflow : &x.retry->underflow, 1);
+        }
+        return;
+    }
+    emit_best(candidates, k, lo, n, out, &radix, warp_count, nans);
+}
+
+// Matrix (rows, D) in boxes of [box, 64 channels]; what lies outside is zero. The driver's function is asked for at run time: no -lcuda.
+static CUtensorMap tensor_map(const void *p, int64_t rows, int D, int box) {
+    typedef CUresult (*Encode)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *, const cuuint32_t *, const cuuint32_t *,
+                               CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+    static Encode encode;
+    CUtensorMap map;
+    cuuint64_t size[2] = {(cuuint64_t)D, (cuuint64_t)rows}, pitch[1] = {(cuuint64_t)D * 2};
+    cuuint32_t boxes[2] = {64, (cuuint32_t)box}, step[2] = {1, 1};
+    if (!encode) {
+        void *f = NULL;
+        cudaDriverEntryPointQueryResult found;
+        CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &found));
+        if (!f) die("the driver has no cuTensorMapEncodeTiled: expected one for CUDA 12 or later");
+        encode = (Encode)f;
+    }
+    CUresult r = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, (void *)p, size, pitch, boxes, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (r) die("cuTensorMapEncodeTiled: status %d", (int)r);
+    return map;
+}
+
+// Whether the wgmma scan has the sizes, for all rows at once.
+static int scan_fits(const Core &c) {
+    return G_.wgmma && stream_fits(c) && c.HI >= 4 && SCAN_COLUMNS % c.HI == 0 && c.k <= 4096;
+}
+
+// Sizes, and the parts of G_.select. Returns the bytes; everything but retry_rows (4 bytes a row) and the sample is bounded by G_.select_most.
+static size_t select_layout(const Core &c, int table, Select *x) {
+    int expect, rows, most, chunks, sms = G_.multiprocessors, B = c.N / c.T;
+    memset(x, 0, sizeof *x);
+    x->NQ = SCAN_COLUMNS / c.HI;
+    x->tiles_per_seq = (c.T + x->NQ - 1) / x->NQ;
+    x->tiles = B * x->tiles_per_seq;
+    x->stride = 8; // one key of 8 to 64, so that about 16 samples (64 for the largest k) are among the k best; at most 16384 samples
+    while ((x->stride < 64 && x->stride * 32 <= c.k) || c.n_cand / x->stride > 16384) x->stride *= 2;
+    x->n_sample = c.n_cand / x->stride;
+    expect = sample_rank(c.k, 1 << 20, x->stride * (1 << 20)) * x->stride; // candidates that pass
+    float mean = 1.25f * (float)expect / LISTS;
+    x->cap = (int)(mean + 5 * sqrtf(mean)) + 4;
+    x->space = (int)(1.75f * (float)expect) + 64;
+    size_t row = table ? (size_t)c.n_cand * 4 : (size_t)max64(x->cap * LISTS * (int64_t)sizeof(uint4), x->n_sample * 4ll);
+    most = (int)max64(1, min64(G_.select_most / (int64_t)((size_t)x->NQ * row), x->tiles));
+    chunks = (x->tiles + most - 1) / most;
+    x->chunk = (x->tiles + chunks - 1) / chunks;
+    if (chunks > 1 && most > sms) x->chunk = (int)min64(most / sms * sms, (x->chunk + sms - 1) / sms * sms); // whole rounds of the card
+    x->parts = table ? (4 * sms + x->chunk - 1) / x->chunk : 1;
+    rows = x->chunk * x->NQ;
+    size_t at = 0, sizes[11] = {(size_t)rows * row, (size_t)x->chunk * SCAN_COLUMNS * (size_t)c.DI * 2, (size_t)B * (size_t)x->n_sample * (size_t)c.DI * 2, (size_t)rows * LISTS * 4, (size_t)rows * 4,
+                                (size_t)x->chunk * (size_t)x->parts * sizeof(int2), (size_t)x->chunk * sizeof(int2), sizeof(Retry), (size_t)c.N * 4,
+                                (size_t)RETRY_ROWS * RETRY_PARTS * (size_t)c.k * 8, (size_t)RETRY_ROWS * RETRY_PARTS * 4};
+    char *p[11];
+    for (int i = 0; i < 11; i++) { p[i] = G_.select + at; at += (sizes[i] + 127) / 128 * 128; } // TMA wants 16, lines 128
+    x->lists = (uint4 *)p[0]; x->q = (floatX *)p[1]; x->sample = (floatX *)p[2]; x->counts = (int *)p[3]; x->tau = (float *)p[4]; x->plan = (int2 *)p[5];
+    x->plan_sample = (int2 *)p[6]; x->retry = (Retry *)p[7]; x->retry_rows = (int *)p[8]; x->partial = (uint64_t *)p[9]; x->partial_n = (int *)p[10];
+    return at;
+}
+
+typedef void (*ScanKernel)(const CUtensorMap, const CUtensorMap, const Scan);
+template <int D> static ScanKernel scan_of(int H, int table) {
+#define F(H) (table ? scan_kernel<H, D, 1> : scan_kernel<H, D, 0>)
+    return H == 4 ? F(4) : H == 8 ? F(8) : H == 16 ? F(16) : H == 32 ? F(32) : F(64);
+#undef F
+}
+// One launch of the scan over n tiles of permuted queries in x.q: to lists, or to a table of rows of "stride" floats at x.lists; over the keys, or over the samples.
+static void scan(const Core &c, const Select &x, int first, int n, int over_sample, int table, int64_t stride) {
+    int n_keys = over_sample ? x.n_sample : c.n_cand, parts = over_sample ? 1 : x.parts;
+    Scan s = {c.w_index, x.tau, over_sample ? x.plan_sample : x.plan, first, n, parts, x.tiles_per_seq, c.T, n_keys, table ? (float *)x.lists : NULL, stride, x.lists, x.counts, x.cap};
+    ScanKernel kernel = c.DI == 32 ? scan_of<32>(c.HI, table) : c.DI == 64 ? scan_of<64>(c.HI, table) : scan_of<128>(c.HI, table);
+    size_t bytes = scan_shared_bytes(c.DI);
+    CUtensorMap map_k = tensor_map(over_sample ? x.sample : c.k_index, (int64_t)(c.N / c.T) * n_keys, c.DI, SCAN_KEYS), map_q = tensor_map(x.q, (int64_t)x.chunk * SCAN_COLUMNS, c.DI, SCAN_COLUMNS);
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    kernel<<<(unsigned)min64((int64_t)n * parts, G_.multiprocessors), SCAN_THREADS, bytes, stream>>>(map_k, map_q, s);
+}
+
+// Selection of all rows by the scan: HyTopK, or a table of scores in chunks and the k largest of each row.
+static void scan_select(const Core &c, int32_t *sel, int table) {
+    Select x;
+    select_layout(c, table, &x);
+    int shared = candidates_bytes(x.space), guess = x.n_sample > 0 && !table;
+    CUDA_CHECK(cudaFuncSetAttribute(select_lists_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+    CUDA_CHECK(cudaFuncSetAttribute(table_select_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+    CUDA_CHECK(cudaFuncSetAttribute(guess_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, max(x.n_sample, 1) * 4));
+    phase_begin(PHASE_GUESS);
+    CUDA_CHECK(cudaMemsetAsync(x.retry, 0, sizeof(Retry), stream));
+    if (guess) gather_sample_kernel<<<(unsigned)G_.multiprocessors, BLOCK, 0, stream>>>(c, x);
+    for (int first = 0; first < x.tiles; first += x.chunk) {
+        int n = (int)min64(x.chunk, x.tiles - first);
+        unsigned rows = (unsigned)(n * x.NQ);
+        phase_begin(PHASE_GUESS);
+        plan_kernel<<<blocks_for(n, BLOCK / WARP), BLOCK, 0, stream>>>(c, x, first, n);
+        permute_kernel<<<(unsigned)(16 * G_.multiprocessors), BLOCK, 0, stream>>>(c, x, first, n);
+        if (table) {
+            phase_begin(PHASE_SCORES);
+            scan(c, x, first, n, 0, 1, c.n_cand);
+            phase_begin(PHASE_TOPK);
+            table_select_kernel<<<rows, SELECT_THREADS, (size_t)shared, stream>>>(c, sel, (const float *)x.lists, c.n_cand, first, x.NQ, x.tiles_per_seq, x.space, &G_.sums->nans);
+            continue;
+        }
+        if (guess) {
+            scan(c, x, first, n, 1, 1, x.n_sample);
+            guess_kernel<<<rows, 128, (size_t)x.n_sample * 4, stream>>>(c, x, first);
+        }
+        phase_begin(PHASE_SCORES);
+        scan(c, x, first, n, 0, 0, 0);
+        phase_begin(PHASE_TOPK);
+        select_lists_kernel<<<rows, SELECT_THREADS, (size_t)shared, stream>>>(c, x, sel, first, &G_.sums->nans);
+    }
+    if (table) return;
+    stream_select(c, sel, 0, 0, x.retry_rows, x.retry, x.partial, x.partial_n);
+    merge_kernel<<<RETRY_ROWS, SELECT_THREADS, 0, stream>>>(c, sel, x.retry_rows, x.retry, x.partial, x.partial_n, &G_.sums->nans);
+}
+#endif
+
+// ---- which of them runs
+
+enum { SELECT_SCAN, SELECT_STREAM, SELECT_PLAIN };
+enum { SCAN_LEAST = 4096 }; // fewer candidates hide neither the launches nor the sample
+// table: --topk table. whole: all rows at once, which the scan needs.
+static int select_path(const Core &c, int table, int whole) {
+#ifndef PRECISION_FP32
+    if (scan_fits(c) && whole && (table || c.n_cand >= SCAN_LEAST)) return SELECT_SCAN;
+    if (stream_fits(c)) return SELECT_STREAM;
+#endif
+    return SELECT_PLAIN;
+}
+static int wants_table(const Model *g) { return !strcmp(g->c.topk_method, "table") && !strcmp(g->c.selector, "indexer"); }
+
+// Rows at a time of the plain table.
+static int64_t table_rows(const Core &c) { return max64(1, min64(min64(c.N, 65535), G_.select_most / 4 / max64(1, c.n_cand))); }
+static void table_select(const Core &c, int32_t *sel) {
+    int space = (int)min64(4 * c.k, 20000), bytes = candidates_bytes(space);
+    CUDA_CHECK(cudaFuncSetAttribute(table_select_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    for (int64_t first = 0, n; first < c.N; first += n) {
+        n = min64(table_rows(c), c.N - first);
+        phase_begin(PHASE_SCORES);
+        if (c.n_cand) table_kernel<<<dim3(blocks_for(c.n_cand, BLOCK), (unsigned)n), BLOCK, 0, stream>>>(c, (float *)G_.select, (int)first);
+        phase_begin(PHASE_TOPK);
+        table_select_kernel<<<(unsigned)n, SELECT_THREADS, (size_t)bytes, stream>>>(c, sel, (const float *)G_.select, c.n_cand, (int)first, 1, c.T, space, &G_.sums->nans);
+    }
+}
+
+// Bytes of G_.select that a layer's selection needs when all rows are selected at once.
+static int64_t select_space(const Model *g, const Layer *l) {
+    Core c = core_of(g, l);
+    int table = wants_table(g), path = select_path(c, table, 1);
+#ifndef PRECISION_FP32
+    Select x;
+    if (path == SELECT_SCAN) return (int64_t)select_layout(c, table, &x);
+#endif
+    return path == SELECT_PLAIN && table ? table_rows(c) * c.n_cand * (int64_t)sizeof(float) : 0;
+}
+
+// Fill l->sel for the rows being computed. A table takes part only when all rows are.
 static void gpu_select_forward(Model *g, Layer *l) {
     Core c = core_of(g, l);
     int B = (int)g->B, r0 = (int)g->r0, n = B == 1 ? (int)g->nr : c.T; // all rows of every sequence, or the new ones of one
-    int rows = B == 1 ? n : c.N;
-    if (!stream_select(c, l->sel, r0, rows) && !gpu_hytopk<8>(c, l->sel, B, r0, n) && !gpu_hytopk<4>(c, l->sel, B, r0, n) && !gpu_hytopk<2>(c, l->sel, B, r0, n) && !gpu_hytopk<1>(c, l->sel, B, r0, n))
-        die("--index-topk %d with %d index heads of %d: the candidate buffer needs more shared memory than a block has", c.k, c.HI, c.DI);
+    int rows = B == 1 ? n : c.N, whole = rows == c.N && g == &G_.g, table = wants_table(g), path = select_path(c, table, whole);
+    int before = phase_begin(PHASE_SCORES); // streaming: with the top-k
     g->index_scans += c.control == SELECT_INDEXER;
+#ifndef PRECISION_FP32
+    if (path == SELECT_SCAN) scan_select(c, l->sel, table);
+    if (path == SELECT_STREAM) stream_select(c, l->sel, r0, rows, NULL, NULL, NULL, NULL);
+#endif
+    if (path == SELECT_PLAIN && table && whole) table_select(c, l->sel);
+    else if (path == SELECT_PLAIN && !gpu_hytopk<8>(c, l->sel, B, r0, n) && !gpu_hytopk<4>(c, l->sel, B, r0, n) && !gpu_hytopk<2>(c, l->sel, B, r0, n) && !gpu_hytopk<1>(c, l->sel, B, r0, n))
+        die("--index-topk %d with %d index heads of %d: the candidate buffer needs more shared memory than a block has", c.k, c.HI, c.DI);
+    phase_begin(before);
 }
 
 // ----------------------------------------------------------------------------
@@ -1729,28 +2596,47 @@ static void gpu_ranks(const int32_t *values, int i0, int n, int k, int T, int ro
 }
 
 // out[row] += sum of the row's partial rows, width wide, in the order of the pairs. Columns from split on go to the second
-// place (keys and values of a group). One block a row.
-__global__ static void rows_sum_kernel(float *out, int64_t ld, int first, int split, int second, const floatX *partial, const int32_t *start, int wide) {
+// place (keys and values of a group). A warp a row; a block where many chose it.
+enum { FEW_PAIRS = 64, SUM_WARPS = BLOCK / WARP };
+__global__ static void rows_sum_kernel(float *out, int64_t ld, int first, int split, int second, const floatX *partial, const int32_t *start, int wide, int rows) {
     __shared__ float sums[BLOCK * 8];
-    int parts = wide / 8, groups = BLOCK / parts, group = (int)threadIdx.x / parts, part = (int)threadIdx.x % parts, from = start[blockIdx.x], to = start[blockIdx.x + 1];
-    if (from == to) return;
-    float v[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-    if (group < groups) {
+    int parts = wide / 8, groups = BLOCK / parts, group = (int)threadIdx.x / parts, part = (int)threadIdx.x % parts, row0 = (int)blockIdx.x * SUM_WARPS;
+    int row = row0 + (int)threadIdx.x / WARP, n = row < rows ? start[row + 1] - start[row] : 0;
+    for (int p = threadIdx.x % WARP; p < parts && n > 0 && n <= FEW_PAIRS; p += WARP) {
+        float v[8], x[8], *to = out + row * ld + (p * 8 < split ? first + p * 8 : second + p * 8 - split);
+        load<8>(v, to);
         #pragma unroll 4
-        for (int r = from + group; r < to; r += groups) {
-            float x[8];
-            load<8>(x, partial + (int64_t)r * wide + part * 8);
+        for (int r = start[row]; r < start[row] + n; r++) {
+            load<8>(x, partial + (int64_t)r * wide + p * 8);
             #pragma unroll
             for (int e = 0; e < 8; e++) v[e] += x[e];
         }
-        for (int e = 0; e < 8; e++) sums[group * wide + part * 8 + e] = v[e];
+        store<8>(to, v);
     }
-    __syncthreads();
-    for (int x = threadIdx.x; x < wide; x += BLOCK) {
-        float s = 0;
-        for (int u = 0; u < groups; u++) s += sums[u * wide + x];
-        out[blockIdx.x * ld + (x < split ? first + x : second + x - split)] += s;
+    for (row = row0; row < min(row0 + SUM_WARPS, rows); row++) {
+        int from = start[row], to = start[row + 1];
+        if (to - from <= FEW_PAIRS) continue;
+        float v[8] = {0, 0, 0, 0, 0, 0, 0, 0}, x[8];
+        __syncthreads();
+        if (group < groups) {
+            #pragma unroll 4
+            for (int r = from + group; r < to; r += groups) {
+                load<8>(x, partial + (int64_t)r * wide + part * 8);
+                #pragma unroll
+                for (int e = 0; e < 8; e++) v[e] += x[e];
+            }
+            for (int e = 0; e < 8; e++) sums[group * wide + part * 8 + e] = v[e];
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < wide; i += BLOCK) {
+            float total = 0;
+            for (int u = 0; u < groups; u++) total += sums[u * wide + i];
+            out[row * ld + (i < split ? first + i : second + i - split)] += total;
+        }
     }
+}
+static void gpu_rows_sum(float *out, int64_t ld, int first, int split, int second, int wide, int64_t rows) {
+    rows_sum_kernel<<<blocks_for(rows, SUM_WARPS), BLOCK, 0, stream>>>(out, ld, first, split, second, G_.partial_rows, G_.list_start, wide, (int)rows);
 }
 
 // ---- the indexer's KL over the chosen candidates
@@ -2012,13 +2898,12 @@ static int fast_core(const Model *g, const Layer *l) {
     return sizes && index;
 }
 
-enum { PARTIAL_VALUES = 1 << 29 }; // of the buffer of partial rows: they bound the queries of a chunk
-
 // Slots of a query in the support of a layer, and queries of a chunk.
 static int64_t fast_stride(const Model *g, const Layer *l) { return is_mla(l->letter) && !attends_to_all(g, l) ? g->c.topk : layer_support(g, l, attends_to_all(g, l)); }
 static int64_t fast_queries(const Model *g, const Layer *l) {
-    int64_t wide = max64(share_width(l), l->source >= 0 ? g->c.DI : 0);
-    return max64(1, min64(g->N, PARTIAL_VALUES / (fast_stride(g, l) * wide)));
+    int64_t values = fast_stride(g, l) * max64(share_width(l), l->source >= 0 ? g->c.DI : 0); // partial rows of a query
+    int64_t most = max64((int64_t)1 << 29, min64((int64_t)1 << 31, g->N * values / 128)); // each chunk reads and writes all of d_rows: not too many of them
+    return max64(1, min64(g->N, most / values));
 }
 
 // The heads of a KV row group, at most 16, from h0 on.
@@ -2096,6 +2981,7 @@ static void fast_indexer_kl(Model *g, const Layer *l, const Core &c, int learn, 
     float teachers = (float)kl_teachers(g, l);
     Teach y = {G_.mass, g->row_kl, g->d_wi, g->d_qi, (float)g->kl_scale / teachers, teachers};
     if (c.n_cand == 0) return; // a row shorter than one pool
+    int before = phase_begin(PHASE_KL);
     if (!is_mla(l->letter)) {
         teacher_mass_kernel<<<(unsigned)n, BLOCK, 0, stream>>>(c, G_.candidate_mass, G_.mass, c.support, i0);
         y.mass = G_.candidate_mass;
@@ -2104,7 +2990,8 @@ static void fast_indexer_kl(Model *g, const Layer *l, const Core &c, int learn, 
     if (c.DI == 32) launch_kl_heads<32>(c, y, learn, i0, n);
     else if (c.DI == 64) launch_kl_heads<64>(c, y, learn, i0, n);
     else launch_kl_heads<128>(c, y, learn, i0, n);
-    if (learn) rows_sum_kernel<<<(unsigned)(g->B * c.n_cand), BLOCK, 0, stream>>>(g->d_ki, c.DI, 0, c.DI, 0, G_.partial_rows, G_.list_start, c.DI);
+    if (learn) gpu_rows_sum(g->d_ki, c.DI, 0, c.DI, 0, c.DI, g->B * c.n_cand);
+    phase_begin(before);
 }
 
 static void fast_forward(Model *g, Layer *l, int teach) {
@@ -2140,7 +3027,7 @@ static void fast_backward(Model *g, Layer *l, int teach) {
         for (int h0 = 0; h0 < c.H;) {
             Share z = share_of(g, l, h0, place);
             gpu_sparse_backward(c, l, z, X(g->d_qrow), G_.partial_rows, teach ? G_.mass : NULL, X(g->d_oc), i0, n);
-            rows_sum_kernel<<<(unsigned)(g->B * l->n_rows), BLOCK, 0, stream>>>(g->d_rows, l->R, z.key, z.value_at ? c.Dk : z.wide, z.value, G_.partial_rows, G_.list_start, z.wide);
+            gpu_rows_sum(g->d_rows, l->R, z.key, z.value_at ? c.Dk : z.wide, z.value, z.wide, g->B * l->n_rows);
             h0 += z.nh;
         }
         if (teach) fast_indexer_kl(g, l, c, 1, i0, n);
@@ -2250,8 +3137,6 @@ __device__ static void store_query(DenseAttention c, const float (&o)[8][4], flo
 }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-__device__ static void wgmma_fence(void) { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ static void wgmma_commit(void) { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 __device__ static void fence_async_proxy(void) { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // What a product reads or adds to must be in its registers before the fence: nothing says so to the compiler but this.
 template <int N> __device__ static void in_registers(float (&c)[N][4]) {
@@ -2650,19 +3535,21 @@ static int core_path(const Model *g, const Layer *l) {
 
 // The core of a layer: oc (by head: att) and lse from its queries and rows.
 static void gpu_core_forward(Model *g, Layer *l) {
-    int teach = !g->learning && g->training && kl_teachers(g, l), path = core_path(g, l);
+    int teach = !g->learning && g->training && kl_teachers(g, l), path = core_path(g, l), before = phase_begin(PHASE_FORWARD);
     if (path == CORE_BY_HEAD) gpu_by_head_forward(g, l);
     else if (path == CORE_PRODUCTS) gpu_dense_attention(g, l, teach, 0);
     else if (path == CORE_GATHERED) fast_forward(g, l, teach);
     else gpu_support_forward(g, l, teach);
+    phase_begin(before);
 }
 
 // d_qrow, d_rows, d_sink from d_oc (by head: d_q, d_kv, d_kr from d_att); and the indexer's gradients.
 static void gpu_core_backward(Model *g, Layer *l) {
     Core c = core_of(g, l);
-    int teach = g->kl_scale != 0 && kl_teachers(g, l), path = core_path(g, l);
+    int teach = g->kl_scale != 0 && kl_teachers(g, l), path = core_path(g, l), before = phase_begin(PHASE_BACKWARD);
     if (path == CORE_BY_HEAD) {
         gpu_by_head_backward(g, l);
+        phase_begin(before);
         return;
     }
     CUDA_CHECK(cudaMemsetAsync(g->d_rows, 0, (size_t)(g->B * l->n_rows * l->R) * sizeof(float), stream));
@@ -2670,6 +3557,7 @@ static void gpu_core_backward(Model *g, Layer *l) {
     if (path == CORE_PRODUCTS) gpu_dense_attention(g, l, teach, 1);
     else if (path == CORE_GATHERED) fast_backward(g, l, teach);
     else gpu_support_backward(g, l, teach);
+    phase_begin(before);
 }
 
 // ----------------------------------------------------------------------------
@@ -3309,7 +4197,7 @@ static void gpu_play(Model *g, int back) {
     void (*work)(Model *) = back ? gpu_pass_backward : gpu_pass_forward;
     Captured *x = captured;
     while (x < captured + n_captured && !(x->back == back && x->dense == g->dense && x->learning == g->learning && x->fixed == g->fixed_selection && x->loss_scale == g->loss_scale && x->kl_scale == g->kl_scale)) x++;
-    if (g->N > GRAPH_ROWS || x == captured + sizeof captured / sizeof captured[0]) {
+    if (g->N > GRAPH_ROWS || G_.timed || x == captured + sizeof captured / sizeof captured[0]) {
         work(g);
         return;
     }
@@ -3360,6 +4248,7 @@ static void gpu_forward(Model *m) {
     g->kl_scale = m->kl_scale;
     find_documents(m);
     gpu_stage(m);
+    phase_begin(PHASE_REST);
     gpu_play(g, 0);
     m->index_scans = g->index_scans;
 }
@@ -3367,7 +4256,10 @@ static void gpu_backward(Model *m) {
     gpu_play(&G_.g, 1);
     m->index_scans = G_.g.index_scans;
 }
-static void gpu_zero_grads(Model *m) { CUDA_CHECK(cudaMemsetAsync(G_.g.grads, 0, (size_t)m->n_params * sizeof(float), stream)); }
+static void gpu_zero_grads(Model *m) {
+    G_.n_marks = 0; // a step begins
+    CUDA_CHECK(cudaMemsetAsync(G_.g.grads, 0, (size_t)m->n_params * sizeof(float), stream));
+}
 
 enum { ROW_BLOCKS = 64 };
 
@@ -3388,7 +4280,7 @@ __global__ static void row_parts_kernel(double *parts, const float *loss, const 
         if ((int)threadIdx.x < o)
             for (int k = 0; k < 4; k++) shared[k][threadIdx.x] += shared[k][threadIdx.x + o];
     }
-    if (threadIdx.x < 4) parts[blockIdx.x * 4 + threadIdx.x] = shared[threadIdx.x][0];
+    for (int k = 0; k < 4 && threadIdx.x == 0; k++) parts[blockIdx.x * 4 + k] = shared[k][0]; // the sums are its own
 }
 __global__ static void row_total_kernel(Sums *sums, const double *parts) {
     double s[4] = {0, 0, 0, 0};
@@ -3431,11 +4323,20 @@ static int gpu_update(Model *m, int64_t step, double lr, Stats *s, double norm[2
     x->fix1 = (float)(1 - pow(c->beta1, (double)step));
     x->inv2 = (float)(1 / (1 - pow(c->beta2, (double)step)));
     CUDA_CHECK(cudaMemcpyAsync(G_.step_numbers, x, sizeof *x, cudaMemcpyHostToDevice, stream));
+    phase_begin(PHASE_UPDATE);
     norm_kernel<<<(unsigned)G_.n_chunks, BLOCK, 0, stream>>>(G_.norm_parts, g->grads, G_.chunks);
     step_kernel<<<1, BLOCK, 0, stream>>>(G_.sums, G_.norm_parts, G_.chunks, G_.n_chunks, (float)c->clip);
     adamw_kernel<<<(unsigned)G_.n_chunks, BLOCK, 0, stream>>>(g->params, G_.weights, g->m, g->v, g->grads, G_.chunks, G_.sums, G_.step_numbers, (float)c->beta1, (float)c->beta2, (float)c->adam_eps,
                                                              c->kl_coef > 0);
+    phase_begin(PHASE_REST);
     *s = gpu_sums(m);
+    if (G_.timed) {
+        double ms[PHASES];
+        phase_times(ms);
+        printf("phases, ms");
+        for (int i = 0; i < PHASES; i++) printf(" | %s %.2f", phase_name[i], ms[i]);
+        printf("\n");
+    }
     norm[0] = G_.sums_host->norm[0];
     norm[1] = G_.sums_host->norm[1];
     return G_.sums_host->good;
@@ -3462,7 +4363,7 @@ static void gpu_from_host(Model *m) {
 }
 
 // Scratch that both models use: as large as the larger needs.
-typedef struct { int64_t space, kl_space, place, pairs, lists, starts, delta, wide, slots, partial, chosen, by_head; } Needs;
+typedef struct { int64_t space, kl_space, place, pairs, lists, starts, delta, wide, slots, partial, chosen, by_head, select; } Needs;
 static void gpu_needs(Needs *x, const Model *g) {
     const Config *c = &g->c;
     int64_t longest = 1, cand = 0; // a chunk holds at least one query of the longest support, at most about half a gibibyte
@@ -3471,6 +4372,7 @@ static void gpu_needs(Needs *x, const Model *g) {
         const Layer *l = &g->layers[i];
         x->starts = max64(x->starts, g->B * l->n_rows + 1);
         x->wide = max64(x->wide, max64(l->R, c->H));
+        if (is_sparse(l->letter) && g->training) x->select = max64(x->select, select_space(g, l));
         for (int dense = 0; dense <= (c->warmup_dense > 0); dense++) { // what the layer needs in each stage
             Model stage = *g;
             stage.dense = dense;
@@ -3535,6 +4437,7 @@ static void gpu_plan_walk(Arena *a) {
     G_.mass = plan_real(a, name, x.slots);
     G_.target = plan_real(a, name, x.kl_space / c->HI);
     G_.dots = plan_real(a, name, x.kl_space);
+    G_.select = (char *)plan_take(a, "selection of a chunk of queries", (size_t)x.select);
     name = "sums, inverse lists, optimizer";
     if (g->training) {
         if (x.by_head) {
@@ -3605,6 +4508,8 @@ static void gpu_prepare(Model *m, int64_t B, int64_t T) {
     if (cudaGetDeviceCount(&devices) != cudaSuccess || !devices) die("no CUDA device: expected an NVIDIA GPU and its driver; ./train_cpu trains on the CPU");
     memset(&G_, 0, sizeof G_);
     G_.wgmma = sizeof(floatX) < sizeof(float) && gpu_has_wgmma();
+    G_.select_most = (int64_t)1 << 30;
+    CUDA_CHECK(cudaDeviceGetAttribute(&G_.multiprocessors, cudaDevAttrMultiProcessorCount, 0));
     if (B * T * max64(m->c.topk, 1) >= (int64_t)1 << 31) die("B * T * k = %lld: the inverse lists of this version hold less than 2^31 pairs", (long long)(B * T * m->c.topk));
     gpu_model(&G_.g, m, B, T, B > 0);
     if (!B || m->c.sample_every) gpu_model(&G_.row, m, 1, (int64_t)strlen(m->c.prompt) + 1 + m->c.sample_tokens, 0);
@@ -3625,6 +4530,7 @@ static void gpu_open(Model *m, int64_t B, int64_t T) {
     Model *g = &G_.g, *models[2] = {g, &G_.row};
     CUDA_CHECK(cudaStreamCreate(&stream));
     cublas_check(cublasLtCreate(&lt), "create");
+    G_.timed = (int)m->c.phases;
     G_.bytes = g->arena.peak;
     CUDA_CHECK(cudaMemGetInfo(&left, &total));
     if (G_.bytes > left)
@@ -3675,6 +4581,8 @@ static void gpu_close(void) {
     n_captured = 0;
     cublasLtDestroy(lt);
     CUDA_CHECK(cudaFree(G_.g.arena.base));
+    for (int i = 0; i < G_.most_marks; i++) CUDA_CHECK(cudaEventDestroy(G_.marks[i].at));
+    free(G_.marks);
     if (G_.staging) {
         CUDA_CHECK(cudaFreeHost(G_.staging));
         for (int i = 0; i < RING; i++) CUDA_CHECK(cudaEventDestroy(G_.staged[i]));
@@ -3907,8 +4815,15 @@ static void gpu_report_paths(void) {
         if (path == CORE_PLAIN) printf(" (%s)", small);
         if (is_sparse(l->letter)) {
             Core c = core_of(g, l);
-            printf("; selection by HyTopK, streaming, %s", stream_fits(c) ? "tensor cores" : "plain");
-            if (!stream_fits(c)) printf(" (%s)", c.control ? "--selector" : small);
+            if (wants_table(g) && select_path(c, 1, 1) == SELECT_STREAM)
+                die("--topk table: layer %c's scores come from tensor cores here, a table of them needs a card of sm_90 and --index-n-heads of 4, 8, 16, 32 or 64", l->letter);
+            int choose = select_path(c, wants_table(g), 1);
+            const char *const how[] = {"wgmma over all keys", "streaming, tensor cores", "streaming, plain"}; // as select_path()
+            if (c.control) printf("; selection by --selector %s", g->c.selector);
+            else if (wants_table(g)) printf("; selection by a table of scores (--topk table), %s", choose == SELECT_SCAN ? "wgmma" : "plain");
+            else printf("; selection by HyTopK, %s", how[choose]);
+            if (!c.control && choose == SELECT_PLAIN) printf(" (%s)", small);
+            if (!c.control && choose == SELECT_STREAM) printf(" (%s)", c.n_cand < SCAN_LEAST ? "few candidates" : G_.wgmma ? "no wgmma kernel for these sizes" : "no wgmma here");
         }
         printf("\n");
     }
@@ -3922,8 +4837,7 @@ int main(int argc, char **argv) {
     Tokenizer tok;
     gpu_engine();
     if (!prepare(&c, &m, data, &tok, argc, argv)) return 0;
-    if (!strcmp(c.selector, "oracle") || strcmp(c.topk_method, "hytopk"))
-        die("--selector %s --topk %s: the CUDA trainer has neither --selector oracle nor --topk table so far; ./train_cpu has both", c.selector, c.topk_method);
+    if (!strcmp(c.selector, "oracle")) die("--selector oracle: expected indexer, random or window; only ./train_cpu computes the attention that the oracle needs");
     gpu_report();
     if (c.probe) printf("probe: not on the device yet, recall@k and mass@k are left out\n");
     if (c.verify) activations_plan(&m, c.B, c.T, 1, 0);

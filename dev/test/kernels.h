@@ -548,6 +548,11 @@ static void test_classifier(int64_t n, int64_t V, int learn) {
 
 // ---- selection
 
+static void close_model(Model *m) {
+    gpu_close();
+    model_free(m);
+}
+
 // EXACT: small integers, all sums exact in any order, so the sets must be the same and most k-th scores are tied.
 // SPECIAL: the same with NaN and infinite keys and weights. PLAIN: scores that differ by rounding.
 enum { EXACT, SPECIAL, PLAIN };
@@ -634,6 +639,16 @@ static void test_selection(Model *m, int64_t layer, int64_t k) {
             found((double)wrong_slots(m, l, ours, score), 0.5);
             Core c = core_of(g, gl);
             int64_t rows = m->B == 1 ? m->nr : m->T;
+            if (kind <= PLAIN && !part && select_path(c, 1, 1) == SELECT_PLAIN) { // the baseline: the same set, in chunks of rows
+                int32_t *sel = take<int32_t>(n, 0);
+                char *space = G_.select;
+                G_.select_most = 4 * (1 + draw(3 * max64(1, l->n_cand)));
+                G_.select = (char *)take<float>(table_rows(c) * max64(1, l->n_cand), 0);
+                CUDA_CHECK(cudaMemset(sel, 0x7f, (size_t)n * sizeof(int32_t)));
+                table_select(c, sel);
+                G_.select = space;
+                expect_ints(sel, ours, n);
+            }
             same_selection<8>(c, ours, m->B, m->r0, rows);
             same_selection<4>(c, ours, m->B, m->r0, rows);
             same_selection<2>(c, ours, m->B, m->r0, rows);
@@ -650,6 +665,82 @@ static void test_selection(Model *m, int64_t layer, int64_t k) {
     strcpy(g->c.selector, "indexer");
     snprintf(name, sizeof name, "selection of %c", l->letter);
     report(name, N, k);
+}
+
+// NaN scores among the k largest of the rows that see more than k.
+static int64_t nans_to_choose(const Model *m, const Layer *l) {
+    int64_t total = 0, lo, hi;
+    real *dots = (real *)xalloc((size_t)(m->c.HI * m->T) * sizeof(real));
+    float *row = (float *)xalloc((size_t)m->T * sizeof(float));
+    for (int64_t i = 0; i < m->N; i++) {
+        int64_t bad = 0;
+        visible(m, l, i, &lo, &hi);
+        if (hi - lo <= m->c.topk) continue;
+        index_scores(m, l, i / m->T, i % m->T, 1, 0, l->n_cand, dots, row);
+        for (int64_t s = lo; s < hi; s++) bad += row[s] != row[s];
+        total += min64(bad, m->c.topk);
+    }
+    free(dots);
+    free(row);
+    return total;
+}
+
+// The scan with its lists, and with a table, in one chunk and in several: the reference's sets (kind PLAIN: beyond rounding, and the same for
+// both). Returns how many rows were done again.
+static int64_t test_scan(const char *letter, int64_t B, int64_t T, int64_t HI, int64_t DI, int64_t k) {
+    int64_t again = 0;
+#ifndef PRECISION_FP32
+    Model m, *g = &G_.g;
+    Config config = small_config(letter, T, B, k, "deepseek_v32");
+    config.HI = HI;
+    config.DI = DI;
+    config_check(&config);
+    small_model(&m, &config);
+    gpu_open(&m, B, T);
+    Layer *l = &m.layers[0], *gl = &g->layers[0];
+    int64_t n = m.N * k;
+    for (int kind = EXACT; kind <= PLAIN; kind++) {
+        draw_documents(&m, draw(2) ? 0 : 1 + T / 2);
+        draw_scores(&m, l, kind);
+        int64_t want_nans = nans_to_choose(&m, l);
+        memset(l->sel, 0x7f, (size_t)n * sizeof(int32_t));
+        select_forward(&m, l);
+        gl->q_index = (real *)put<floatX>(l->q_index, m.N * HI * DI, 0);
+        gl->k_index = (real *)put<floatX>(l->k_index, B * l->n_cand * DI, 0);
+        gl->w_index = put<float>(l->w_index, m.N * HI, 0);
+        Core c = core_of(g, gl);
+        int32_t *first = (int32_t *)array(n);
+        for (int way = 0; way < 4; way++) {
+            int table = way % 2;
+            Select x;
+            int32_t *sel = take<int32_t>(n, 0), *ours = (int32_t *)array(n);
+            char *space = G_.select;
+            long long nans = device_nans();
+            Retry retry;
+            G_.select_most = way < 2 ? (int64_t)1 << 30 : 1 + draw(1 << 20);
+            size_t bytes = select_layout(c, table, &x);
+            G_.select = (char *)take<float>((int64_t)bytes / 4, 0);
+            CUDA_CHECK(cudaMemset(G_.select, 0xff, bytes));
+            CUDA_CHECK(cudaMemset(sel, 0x7f, (size_t)n * sizeof(int32_t)));
+            scan_select(c, sel, table);
+            select_layout(c, table, &x);
+            gpu_copy(&retry, x.retry, sizeof retry, cudaMemcpyDeviceToHost);
+            again += table ? 0 : retry.count;
+            gpu_copy(ours, sel, (size_t)n * sizeof(int32_t), cudaMemcpyDeviceToHost);
+            found((double)wrong_slots(&m, l, ours, kind), 0.5);
+            found(device_nans() - nans == want_nans ? 0 : INFINITY, 1);
+            if (way == 0) memcpy(first, ours, (size_t)n * sizeof(int32_t));
+            found(memcmp(first, ours, (size_t)n * sizeof(int32_t)) ? INFINITY : 0, 1);
+            G_.select = space;
+        }
+        settle();
+    }
+    char name[96];
+    snprintf(name, sizeof name, "selection by scan, %s, B=%lld, heads %lld x %lld", letter, (long long)B, (long long)HI, (long long)DI);
+    report(name, T, k);
+    close_model(&m);
+#endif
+    return again;
 }
 
 // An S layer reads the selection, queries and keys of the D layer before it.
@@ -804,10 +895,6 @@ static void open_model(Model *m, const char *layers, int64_t n, int64_t k) {
     gpu_open(m, B, n / B);
     draw_documents(m, 14);
 }
-static void close_model(Model *m) {
-    gpu_close();
-    model_free(m);
-}
 
 static void test_kernels(int small) {
     const int64_t rows[] = {1, 63, 65, 127, 130, 257}, widths[] = {40, 36, 128, 105};
@@ -869,6 +956,18 @@ static void test_kernels(int small) {
         test_selection(&m, 0, 600);
         test_selection(&m, 1, 90);
         close_model(&m);
+    }
+    if (sizeof(floatX) < sizeof(float) && gpu_has_wgmma()) {
+        const int64_t heads[] = {4, 8, 16, 32, 64}, sizes_[] = {32, 64, 128}, lengths[] = {1, 65, 130, 257, 700, 1100, 1601};
+        int64_t again = 0;
+        for (int h = 0; h < 5; h++)
+            for (int d = 0; d < 3; d++)
+                for (int t = 0; t < (small ? 1 : 3); t++) {
+                    int64_t T = lengths[draw(7)];
+                    again += test_scan(draw(4) ? "D" : draw(2) ? "C" : "Q", 1 + draw(2), T, heads[h], sizes_[d], 1 + draw(draw(2) ? 20 : T));
+                }
+        if (!small) again += test_scan("D", 1, 5000, 8, 64, 300) + test_scan("D", 1, 2500, 4, 32, 2048);
+        check(again > 0, "rows whose guess fails are met (%lld) and done again", (long long)again);
     }
     open_model(&m, "D", 65, 9);
     for (int add = 0; add < 3; add++) one_matmul<float>(1, 40, 65, 1, 1, 0, add, 0, 1);
