@@ -104,6 +104,11 @@ $(BUILD)/lesson_%: dev/cuda/%.cu $(wildcard dev/cuda/*.h) Makefile
 	@mkdir -p $(BUILD)
 	$(NVCC) $(call cuda_flags,$(SM)) -o $@ $< $(CUDA_LIBS)
 
+# Measurements of the trainer's own kernels.
+$(BUILD)/bench_%: dev/bench/bench_%.cu train_gpt_sparse.cu $(SOURCES) Makefile
+	@mkdir -p $(BUILD)
+	$(NVCC) $(call cuda_flags,$(SM),$(PRECISION)) -o $@ $< $(CUDA_LIBS)
+
 cuda-all:
 	@mkdir -p $(BUILD)
 	@for sm in 80 90a 100; do echo "compiling train_gpt_sparse.cu for sm_$$sm"; \

@@ -894,13 +894,13 @@ __device__ static void emit_best(Candidates x, int k, int lo, int n, int32_t *ou
             for (uint32_t y = x.bits[i]; y; y &= y - 1) out[before++] = from + i * 32 + __ffs((int)y) - 1;
     }
 }
-// Append those of a warp's candidates that pass; *total counts all, also those for which there is no space.
-__device__ static void append_candidate(Candidates x, int *total, int space, int pass, float score, int index) {
+// Append those of a warp's candidates (their ordered scores) that pass; *total counts all, also those for which there is no space.
+__device__ static void append_candidate(Candidates x, int *total, int space, int pass, uint32_t score, int index) {
     unsigned ballot = __ballot_sync(0xffffffffu, pass);
     int lane = threadIdx.x % WARP, at = 0;
     if (lane == 0 && ballot) at = atomicAdd(total, __popc(ballot)); // the order of candidates does not matter: the set is unique
     at = __shfl_sync(0xffffffffu, at, 0) + __popc(ballot & ((1u << lane) - 1));
-    if (pass && at < space) { x.score[at] = gpu_ordered(score); x.index[at] = (uint32_t)index; }
+    if (pass && at < space) { x.score[at] = score; x.index[at] = (uint32_t)index; }
 }
 
 // Selection when load(0 .. n-1) stands in index order, by a whole block: out gets index(i) of the k largest, in order. Warps own consecutive
@@ -937,7 +937,15 @@ template <class F, class G> __device__ static void select_in_order(F load, G ind
 // ---- the baseline: a table of scores, then the k largest of each row
 // Rows are numbered (tile, query): tile x of "per_tile" rows of one sequence; row b of the chunk stands in table [b, stride].
 
-enum { TABLE_BINS = 4096, TABLE_SAMPLES = 2048 };
+enum { TABLE_BINS = 4096, TABLE_SAMPLES = 2048, TABLE_LOADS = 8 };
+// Ordered scores i0 + thread, one block's width apart; 0 behind the last. Loads that do not wait for each other: what a row's one block lives on.
+__device__ static void load_scores(uint32_t v[TABLE_LOADS], const float *score, int i0, int n) {
+    #pragma unroll
+    for (int u = 0; u < TABLE_LOADS; u++) {
+        int i = i0 + u * SELECT_THREADS + (int)threadIdx.x;
+        v[u] = i < n ? gpu_ordered(__ldcs(score + i)) : 0;
+    }
+}
 
 // One block a row. A histogram between two values of a sample finds a bound just below the k-th best, so that the row is read twice: once
 // counted, once collected. Where too many lie at the bound, the row is selected digit by digit instead. Dynamic shared memory: candidates_bytes(space).
@@ -973,9 +981,12 @@ __global__ __launch_bounds__(SELECT_THREADS) static void table_select_kernel(Cor
     __syncthreads();
     uint32_t base = least;
     int shift = max(0, 20 - __clz((int)(most - base))); // TABLE_BINS = 2^12 bins from base on; the last one takes all above
-    for (int i = threadIdx.x; i < n; i += SELECT_THREADS) {
-        uint32_t v = gpu_ordered(score[i]);
-        if (v >= base) atomicAdd(&hist[min((v - base) >> shift, TABLE_BINS - 1u)], 1);
+    for (int i0 = 0; i0 < n; i0 += TABLE_LOADS * SELECT_THREADS) {
+        uint32_t v[TABLE_LOADS];
+        load_scores(v, score, i0, n);
+        #pragma unroll
+        for (int u = 0; u < TABLE_LOADS; u++)
+            if (v[u] >= base && v[u]) atomicAdd(&hist[min((v[u] - base) >> shift, TABLE_BINS - 1u)], 1);
     }
     __syncthreads();
     if (threadIdx.x < WARP) { // the bin of the k-th, from the top, 32 bins at a time
@@ -997,10 +1008,11 @@ __global__ __launch_bounds__(SELECT_THREADS) static void table_select_kernel(Cor
     Candidates candidates = candidates_in(memory, space);
     if (bin >= 0) {
         uint32_t bound = base + ((uint32_t)bin << shift);
-        for (int i0 = 0; i0 < n; i0 += SELECT_THREADS) {
-            int i = i0 + threadIdx.x;
-            float s = i < n ? score[i] : 0;
-            append_candidate(candidates, &total, space, i < n && gpu_ordered(s) >= bound, s, lo + i);
+        for (int i0 = 0; i0 < n; i0 += TABLE_LOADS * SELECT_THREADS) {
+            uint32_t v[TABLE_LOADS];
+            load_scores(v, score, i0, n);
+            #pragma unroll
+            for (int u = 0; u < TABLE_LOADS; u++) append_candidate(candidates, &total, space, v[u] >= bound && v[u], v[u], lo + i0 + u * SELECT_THREADS + (int)threadIdx.x);
         }
     }
     __syncthreads();
@@ -1065,7 +1077,7 @@ __device__ static void stage_keys(const Core &c, int s0, floatX *to) {
 }
 
 // scores[query, key] of a chunk: a warp has 32 keys (two tiles of 16 rows, in registers) and walks all columns, 8 at a time.
-// relu as x + |x| with half weights: a NaN stays one.
+// relu as x + |x| with half weights: a NaN stays one (and an infinite product becomes one).
 template <int D> __device__ static void score_chunk(const StreamShared &s, int H, int nq) {
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     uint32_t a[2][D / 16][4], b[4];
@@ -1638,7 +1650,7 @@ __global__ __launch_bounds__(SELECT_THREADS) static void select_lists_kernel(Cor
         for (int half = 0; half < 2; half++) {
             float score = __uint_as_float(half ? record.y : record.x);
             int i = (int)record.z + 8 * half;
-            append_candidate(candidates, &total, x.space, place < mine && i >= lo && i < lo + n && !(score <= bound), score, i);
+            append_candidate(candidates, &total, x.space, place < mine && i >= lo && i < lo + n && !(score <= bound), gpu_ordered(score), i);
         }
     }
     __syncthreads();
@@ -1753,7 +1765,7 @@ static void scan_select(const Core &c, int32_t *sel, int table) {
         }
         if (guess) {
             scan(c, x, first, n, 1, 1, x.n_sample);
-            guess_kernel<<<rows, 128, (size_t)x.n_sample * 4, stream>>>(c, x, first);
+            guess_kernel<<<rows, x.n_sample > 4096 ? 512 : 128, (size_t)x.n_sample * 4, stream>>>(c, x, first);
         }
         phase_begin(PHASE_SCORES);
         scan(c, x, first, n, 0, 0, 0);
@@ -4676,7 +4688,7 @@ template <class A> static Difference gpu_difference(const A *device, const float
 typedef struct { double loss, kl, output, index, grad, cosine; char worst[96]; int64_t targets, chosen, differ, unexplained; } Verdict;
 
 // Limits within which a step agrees with the reference, in this precision. loss: difference in nats a token; gap: share
-// of a row's largest score by which a swapped candidate may miss the reference's k-th.
+// of a row's largest sum of heads by which a swapped candidate may miss the reference's k-th.
 static const double LIMIT_LOSS = sizeof(floatX) == 4 ? 1e-5 : 1e-2, LIMIT_KL = sizeof(floatX) == 4 ? 1e-3 : 5e-2, LIMIT_OUTPUT = sizeof(floatX) == 4 ? 2e-5 : 2e-2,
                     LIMIT_GRAD = sizeof(floatX) == 4 ? 1e-5 : 5e-2, LIMIT_COSINE = sizeof(floatX) == 4 ? 0.999999 : 0.999, LIMIT_GAP = sizeof(floatX) == 4 ? 1e-4 : 5e-2;
 static int verdict_good(const Verdict *v) {
@@ -4726,7 +4738,11 @@ static Verdict gpu_compare(Model *h, int print) {
             index_scores(h, l, i / T, i % T, 1, 0, l->n_cand, dots, row);
             float kth = INFINITY, size = 0;
             for (int64_t s = 0; s < k && ref[s] >= 0; s++) kth = row[ref[s]] < kth ? row[ref[s]] : kth;
-            for (int64_t s = lo; s < hi; s++) size = fabsf(row[s]) > size ? fabsf(row[s]) : size;
+            for (int64_t s = lo; s < hi; s++) { // before heads of either sign cancel: that is what rounding is relative to
+                float sum = 0;
+                for (int64_t x = 0; x < h->c.HI; x++) sum += fabsf((float)l->w_index[i * h->c.HI + x]) * fmaxf((float)dots[x * l->n_cand + s], 0.0f);
+                size = fmaxf(size, sum);
+            }
             while (a < k || b < k) { // merge two ascending lists
                 int32_t x = a < k && ours[a] >= 0 ? ours[a] : INT32_MAX, y = b < k && ref[b] >= 0 ? ref[b] : INT32_MAX;
                 if (x == INT32_MAX && y == INT32_MAX) break;
