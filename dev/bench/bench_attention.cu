@@ -304,7 +304,7 @@ static int agrees(Config c) {
         const Tensor *t = &m.tensors[i];
         #pragma omp parallel for
         for (int64_t j = 0; j < t->size; j++) {
-            double x = t->init < 0 ? 0.5 + rng_uniform(seed, 100 + (uint64_t)i, (uint64_t)j) : 1.2 / sqrt((double)t->cols) * rng_normal(seed, 100 + (uint64_t)i, (uint64_t)j);
+            double x = t->init < 0 ? 0.5 + rng_uniform(seed, 100 + (uint64_t)i, (uint64_t)j) : rng_normal(seed, 100 + (uint64_t)i, (uint64_t)j) / sqrt((double)t->cols);
             param(&m, i)[j] = (float)(floatX)(float)x; // both sides start from the same matrices
         }
     }
