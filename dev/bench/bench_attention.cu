@@ -39,7 +39,7 @@ static uint64_t seed;
 static int64_t only_tokens, only_heads, only_topk; // 0: all
 static const char *mode;
 static double copy_gbs, product_tflops;
-static int failures;
+static int failures, lines; // of checks; printed
 
 // ---- timing
 
@@ -93,6 +93,7 @@ static void line_begin(const char *what) { printf("{\"program\":\"bench_attentio
 static void line_end(void) {
     printf("}\n");
     fflush(stdout);
+    lines++;
 }
 static void put(const char *name, double x) {
     if (isfinite(x)) printf(",\"%s\":%.6g", name, x);
@@ -691,6 +692,7 @@ int main(int argc, char **argv) {
     }
     machine_line();
     run();
+    if (lines == 1) die("%s: %s has no shape with these sizes", usage, mode);
     if (failures) fprintf(stderr, "bench_attention: %d checks failed (seed %llu)\n", failures, (unsigned long long)seed);
     return failures ? 1 : 0;
 }
