@@ -3,10 +3,10 @@
 #   make            everything this machine can build
 #   make run        build and start the default training
 #   make test       build and run all tests this machine can run (a few minutes)
-#   make cuda-all   compile the CUDA trainer for every architecture it claims (sm_80, sm_90a, sm_100), and the lessons of dev/cuda
+#   make cuda-all   compile the CUDA trainer for every architecture it claims (sm_80, sm_90a, sm_100), its benchmark, the lessons of dev/cuda
 #   make test-gpu   the CUDA trainer against the reference (needs a GPU); make build/lesson_NAME builds dev/cuda/NAME.cu
 #   make test-long  the trainings that prove it learns (a quarter of an hour on two cores)
-#   make bench      the measured tables of dev/bench
+#   make bench      the measured tables of dev/bench (make build/bench_attention: the GPU's attention)
 #   make clean
 #
 # Variables: CC=clang  SANITIZE=1 (address and undefined-behaviour checks)  BLAS=1 (matrix products by cblas)
@@ -104,10 +104,10 @@ $(BUILD)/lesson_%: dev/cuda/%.cu $(wildcard dev/cuda/*.h) Makefile
 	@mkdir -p $(BUILD)
 	$(NVCC) $(call cuda_flags,$(SM)) -o $@ $< $(CUDA_LIBS)
 
-# Measurements of the trainer's own kernels.
+# Measurements of the trainer's own kernels (bf16).
 $(BUILD)/bench_%: dev/bench/bench_%.cu train_gpt_sparse.cu $(SOURCES) Makefile
 	@mkdir -p $(BUILD)
-	$(NVCC) $(call cuda_flags,$(SM),$(PRECISION)) -o $@ $< $(CUDA_LIBS)
+	$(NVCC) $(call cuda_flags,$(SM),bf16) -o $@ $< $(CUDA_LIBS)
 
 cuda-all:
 	@mkdir -p $(BUILD)
@@ -115,6 +115,8 @@ cuda-all:
 	$(NVCC) $(call cuda_flags,$$sm,bf16) -o $(BUILD)/train_gpt_sparse_$$sm train_gpt_sparse.cu $(CUDA_LIBS) || exit 1; done
 	@echo "compiling train_gpt_sparse.cu for sm_90a, PRECISION=fp32"
 	@$(NVCC) $(call cuda_flags,90a,fp32) -o $(BUILD)/train_gpt_sparse_fp32 train_gpt_sparse.cu $(CUDA_LIBS)
+	@for file in test_gpt_sparse.cu $(wildcard dev/bench/*.cu); do echo "compiling $$file for sm_90a"; \
+	$(NVCC) $(call cuda_flags,90a,bf16) -o $(BUILD)/$$(basename $$file .cu)_90a $$file $(CUDA_LIBS) || exit 1; done
 	@for lesson in $(basename $(notdir $(wildcard dev/cuda/*.cu))); do for sm in 80 90a; do echo "compiling dev/cuda/$$lesson.cu for sm_$$sm"; \
 	$(NVCC) $(call cuda_flags,$$sm) -o $(BUILD)/lesson_$${lesson}_$$sm dev/cuda/$$lesson.cu $(CUDA_LIBS) || exit 1; done; done
 
