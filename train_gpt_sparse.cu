@@ -123,6 +123,7 @@ typedef struct {
     size_t bytes;                // allocated on the device
     int timed, phase, n_marks, most_marks; // --phases: what runs, and where each began
     Mark *marks;
+    unsigned long long *hashes;  // (L) with --phases: of each layer's selection
 } Gpu;
 static Gpu G_;
 
@@ -1817,6 +1818,14 @@ static int64_t select_space(const Model *g, const Layer *l) {
     return path == SELECT_PLAIN && table ? table_rows(c) * c.n_cand * (int64_t)sizeof(float) : 0;
 }
 
+// *hash += one of each selected slot: equal selections have equal sums. Integers: in any order.
+__global__ static void hash_kernel(unsigned long long *hash, const int32_t *sel, int64_t n) {
+    unsigned long long sum = 0;
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) sum += gpu_rng_mix((uint64_t)i << 32 ^ (uint32_t)sel[i] ^ (uint64_t)i >> 32);
+    for (int o = 16; o > 0; o /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, o);
+    if (threadIdx.x % WARP == 0) atomicAdd(hash, sum);
+}
+
 // Fill l->sel for the rows being computed. A table takes part only when all rows are.
 static void gpu_select_forward(Model *g, Layer *l) {
     Core c = core_of(g, l);
@@ -1832,6 +1841,9 @@ static void gpu_select_forward(Model *g, Layer *l) {
     else if (path == SELECT_PLAIN && !gpu_hytopk<8>(c, l->sel, B, r0, n) && !gpu_hytopk<4>(c, l->sel, B, r0, n) && !gpu_hytopk<2>(c, l->sel, B, r0, n) && !gpu_hytopk<1>(c, l->sel, B, r0, n))
         die("--index-topk %d with %d index heads of %d: the candidate buffer needs more shared memory than a block has", c.k, c.HI, c.DI);
     phase_begin(before);
+    if (!G_.timed) return;
+    CUDA_CHECK(cudaMemsetAsync(G_.hashes + c.layer, 0, sizeof *G_.hashes, stream));
+    hash_kernel<<<1024, BLOCK, 0, stream>>>(G_.hashes + c.layer, l->sel, (int64_t)c.N * c.k);
 }
 
 // ----------------------------------------------------------------------------
@@ -4347,6 +4359,12 @@ static int gpu_update(Model *m, int64_t step, double lr, Stats *s, double norm[2
         phase_times(ms);
         printf("phases, ms");
         for (int i = 0; i < PHASES; i++) printf(" | %s %.2f", phase_name[i], ms[i]);
+        printf("\nselections");
+        for (int64_t l = 0; l < c->L; l++) {
+            unsigned long long hash;
+            CUDA_CHECK(cudaMemcpy(&hash, G_.hashes + l, sizeof hash, cudaMemcpyDeviceToHost));
+            if (is_sparse(g->layers[l].letter)) printf(" %016llx", hash);
+        }
         printf("\n");
     }
     norm[0] = G_.sums_host->norm[0];
@@ -4480,6 +4498,7 @@ static void gpu_plan_walk(Arena *a) {
     }
     G_.sums = (Sums *)plan_take(a, name, sizeof(Sums));
     G_.step_numbers = (StepNumbers *)plan_take(a, name, sizeof(StepNumbers));
+    G_.hashes = (unsigned long long *)plan_take(a, name, (size_t)c->L * sizeof *G_.hashes);
 }
 
 // A device model of B rows of T tokens beside the host's m.
