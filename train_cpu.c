@@ -606,7 +606,7 @@ typedef struct {
     real *ika, *mean_k, *rstd_k; // (B, n_cand, DI) index keys before their norm, (B, n_cand) each
     real *rstd_iq;               // (HI, N) Q: of the index queries' norm
     real *x2, *xn2, *rstd2;      // (N, C) after attention, normed, (N)
-    real *g, *u, *act;           // (N, F) gate, up, silu(gate) * up
+    real *g, *u, *act;           // (N, F) gate, up, silu(gate) * up; backward leaves their gradients there
 } Layer;
 
 // One line of the memory plan: all buffers of one name together.
@@ -637,14 +637,14 @@ typedef struct {
     int32_t *tokens, *targets;    // (N)
     int32_t *doc;                 // (N) first position of the row's document
     real *cos_sin;                // (ROPE_KINDS, T, rope/2, 2), section 7
-    real *xf, *rstd_f, *y;        // (N, C) final normed, (N), (N, C) branch output
+    real *xf, *rstd_f, *y;        // (N, C) final normed, (N), (N, C) branch output (the CUDA trainer's products add the residual: it has none)
     int64_t logit_rows;           // rows of a chunk of logits
     real *logits, *all_logits;    // (logit_rows, Vp); (N, V) when a test asks for them, else NULL
     float *row_loss, *row_kl;     // (N)
     int32_t *row_hit;             // (N) 1 where the likeliest token is the target
     real *last_x;                 // (N, C) output of the last block
     // backward
-    real *dx, *dxn, *d_att, *d_oa, *d_oc, *d_qrow, *d_rows, *d_q, *d_qr, *d_kva, *d_act, *d_g, *d_u;
+    real *dx, *dxn, *d_att, *d_oa, *d_oc, *d_qrow, *d_rows, *d_q, *d_qr, *d_kva;
     real *d_qi, *d_wi, *d_ki, *d_ki2; // (N, HI, DI), (N, HI), (B, n_cand, DI) twice: after and before their norm
     real *d_comp, *d_ent, *d_sink; // as comp, ent; (N, H)
     real *lane_rows, *lane_ki;    // (LANES, n_rows, R), (LANES, n_cand, DI) partial sums, see section 9
@@ -832,7 +832,8 @@ static void model_free(Model *m) {
 // ----------------------------------------------------------------------------
 // 5. Activations
 // activations_plan() walks all buffers once to add up their sizes and once more to hand out the memory, so the
-// printed plan is the allocation. Layer buffers that can be recomputed share one place when they need not last.
+// printed plan is the allocation. Buffers that are never needed at the same time share one place: those of the layers
+// when they can be recomputed, and the parts of a pass that follow one another (plan_walk).
 
 // Note bytes under a name, as a line of the plan.
 static void plan_note(Arena *a, const char *name, size_t bytes) {
@@ -899,8 +900,8 @@ static void plan_layer_kept(Model *m, Layer *l, Arena *a) {
     if (is_sparse(l->letter) && (!m->training || !strcmp(c->index_target, "served"))) plan_layer_index(m, l, a, "index queries and keys");
 }
 
-// Everything else of a layer.
-static void plan_layer_scratch(Model *m, Layer *l, Arena *a) {
+// A layer's attention, from the normed input to the input of the output projection.
+static void plan_layer_attention(Model *m, Layer *l, Arena *a) {
     const Config *c = &m->c;
     int64_t N = m->N, H = c->H;
     const char *name = "layer activations";
@@ -932,12 +933,17 @@ static void plan_layer_scratch(Model *m, Layer *l, Arena *a) {
         if (l->letter == 'Q') l->rstd_iq = plan_real(a, name, N * c->HI);
         if (m->training && strcmp(c->index_target, "served")) plan_layer_index(m, l, a, name);
     }
-    l->x2 = plan_act(a, name, N * c->C);
-    l->xn2 = plan_act(a, name, N * c->C);
-    l->rstd2 = plan_real(a, name, N);
-    l->g = plan_act(a, name, N * c->F);
-    l->u = plan_act(a, name, N * c->F);
-    l->act = plan_act(a, name, N * c->F);
+}
+
+// A layer's MLP, with the norm before it.
+static void plan_layer_mlp(Model *m, Layer *l, Arena *a) {
+    const char *name = "layer activations";
+    l->x2 = plan_act(a, name, m->N * m->c.C);
+    l->xn2 = plan_act(a, name, m->N * m->c.C);
+    l->rstd2 = plan_real(a, name, m->N);
+    l->g = plan_act(a, name, m->N * m->c.F);
+    l->u = plan_act(a, name, m->N * m->c.F);
+    l->act = plan_act(a, name, m->N * m->c.F);
 }
 
 // Bytes one thread needs: for selection (scores of a block of queries, candidate buffers or the table's rows) or
@@ -952,9 +958,21 @@ static size_t thread_scratch(const Model *m) {
     return (size_t)(max64(select, attend) + 63) / 64 * 64;
 }
 
+// End a group of buffers that shares its place, from start on, with the groups before it: the next one starts there again.
+// end: where the longest so far ends; returns it with this one taken in.
+static size_t plan_group(Arena *a, size_t start, size_t end) {
+    end = a->used > end ? a->used : end;
+    a->used = start;
+    return end;
+}
+
+// In the order of a pass, what is alive when: a layer's attention, then its MLP, forward; the classifier once all layers
+// are done; backward a layer's MLP, then its attention, which has the gradients of section 10 to itself. So MLP, classifier
+// and those gradients share one place; the MLP's buffers only when no other layer's wait for backward.
 static void plan_walk(Model *m, Arena *a) {
     const Config *c = &m->c;
-    int64_t N = m->N;
+    int shared = !m->training || !strcmp(c->recompute, "block"); // all layers share one place
+    int64_t N = m->N, H = c->H, q = 0, att = 0, oa = 0, qrow = 0, oc = 0, rows = 0, kva = 0, comp = 0, ent = 0, lane = 0;
     m->tokens = plan_int(a, "tokens, targets, documents", N);
     m->targets = plan_int(a, "tokens, targets, documents", N);
     m->doc = plan_int(a, "tokens, targets, documents", N);
@@ -964,47 +982,54 @@ static void plan_walk(Model *m, Arena *a) {
     m->cos_sin = plan_real(a, "RoPE tables", ROPE_KINDS * m->T * c->rope);
     for (int64_t l = 0; l < c->L; l++) plan_layer_kept(m, &m->layers[l], a);
     m->last_x = plan_act(a, "layer inputs", N * c->C);
-    m->xf = plan_act(a, "final norm, branch output", N * c->C);
     m->rstd_f = plan_real(a, "final norm, branch output", N);
-    m->y = plan_act(a, "final norm, branch output", N * c->C);
-    m->logits = plan_act(a, "logits of one chunk", m->logit_rows * m->Vp);
     m->scratch = (char *)plan_take(a, "scratch of the threads", m->scratch_bytes * (size_t)max_threads());
-    if (m->training) { // one set for all layers: as large as the largest needs
-        const char *name = "gradients of activations";
-        int64_t q = 0, att = 0, qrow = 0, oc = 0, rows = 0, kva = 0, comp = 0, ent = 0, lane = 0, H = c->H;
-        m->most_cand = 0;
-        for (int64_t i = 0; i < c->L; i++) {
-            const Layer *l = &m->layers[i];
-            q = max64(q, N * l->n_q);
-            att = max64(att, N * l->n_att);
-            qrow = max64(qrow, N * H * l->Dk);
-            oc = max64(oc, N * H * l->Dv);
-            rows = max64(rows, m->B * l->n_rows * l->R);
-            lane = max64(lane, l->n_rows * l->R);
-            kva = max64(kva, N * l->R);
-            m->most_cand = max64(m->most_cand, l->n_cand);
-            if (l->letter == 'C' || l->letter == 'H') {
-                comp = max64(comp, N * max64(comp_width(l, c->head_dim), comp_width(l, c->DI)));
-                ent = max64(ent, m->B * l->n_cand * l->R);
-            }
-            if (l->letter == 'Q') comp = max64(comp, N * (c->HI + 1) * c->DI);
+    const char *name = "gradients of activations"; // one set for all layers: as large as the largest needs
+    m->most_cand = 0;
+    for (int64_t i = 0; i < c->L; i++) {
+        const Layer *l = &m->layers[i];
+        q = max64(q, N * l->n_q);
+        att = max64(att, N * l->n_att);
+        qrow = max64(qrow, N * H * l->Dk);
+        oc = max64(oc, N * H * l->Dv);
+        rows = max64(rows, m->B * l->n_rows * l->R);
+        lane = max64(lane, l->n_rows * l->R);
+        kva = max64(kva, N * l->R);
+        m->most_cand = max64(m->most_cand, l->n_cand);
+        if (is_v4(l->letter)) oa = N * c->o_groups * c->o_lora;
+        if (l->letter == 'C' || l->letter == 'H') {
+            comp = max64(comp, N * max64(comp_width(l, c->head_dim), comp_width(l, c->DI)));
+            ent = max64(ent, m->B * l->n_cand * l->R);
         }
+        if (l->letter == 'Q') comp = max64(comp, N * (c->HI + 1) * c->DI);
+    }
+    if (m->training) {
         m->dx = plan_act(a, name, N * c->C);
         m->dxn = plan_act(a, name, N * c->C);
+        m->d_qi = plan_real(a, name, N * c->HI * c->DI); // sums over the layers that an indexer serves
+        m->d_wi = plan_real(a, name, N * c->HI);
+        m->d_ki = plan_real(a, name, m->B * m->most_cand * c->DI);
+    }
+    size_t start = a->used, end;
+    m->xf = plan_act(a, "final norm, branch output", N * c->C);
+    m->logits = plan_act(a, "logits of one chunk", m->logit_rows * m->Vp);
+    end = plan_group(a, start, 0);
+    if (m->lanes) m->y = plan_act(a, "final norm, branch output", N * c->C);
+    size_t mark = a->used;
+    for (int64_t l = 0; l < c->L && shared; l++) {
+        a->used = mark;
+        plan_layer_mlp(m, &m->layers[l], a);
+    }
+    end = plan_group(a, start, end);
+    if (m->training) {
         m->d_att = plan_act(a, name, att);
-        m->d_oa = plan_act(a, name, N * c->o_groups * c->o_lora);
+        m->d_oa = plan_act(a, name, oa);
         m->d_oc = plan_act(a, name, oc);
         m->d_qrow = plan_act(a, name, qrow);
         m->d_rows = plan_real(a, name, rows);
         m->d_q = plan_act(a, name, q);
         m->d_qr = plan_act(a, name, N * c->q_lora);
         m->d_kva = plan_act(a, name, kva);
-        m->d_act = plan_act(a, name, N * c->F);
-        m->d_g = plan_act(a, name, N * c->F);
-        m->d_u = plan_act(a, name, N * c->F);
-        m->d_qi = plan_real(a, name, N * c->HI * c->DI);
-        m->d_wi = plan_real(a, name, N * c->HI);
-        m->d_ki = plan_real(a, name, m->B * m->most_cand * c->DI);
         m->d_ki2 = plan_act(a, name, m->B * m->most_cand * c->DI);
         m->d_comp = plan_act(a, name, comp);
         m->d_ent = plan_act(a, name, ent);
@@ -1012,10 +1037,11 @@ static void plan_walk(Model *m, Arena *a) {
         m->lane_rows = plan_real(a, "partial sums of the lanes", m->lanes * lane);
         m->lane_ki = plan_real(a, "partial sums of the lanes", m->lanes * m->most_cand * c->DI);
     }
-    size_t mark = a->used;
+    a->used = mark = plan_group(a, start, end);
     for (int64_t l = 0; l < c->L; l++) {
-        if (!m->training || !strcmp(c->recompute, "block")) a->used = mark; // all layers share one place
-        plan_layer_scratch(m, &m->layers[l], a);
+        if (shared) a->used = mark;
+        plan_layer_attention(m, &m->layers[l], a);
+        if (!shared) plan_layer_mlp(m, &m->layers[l], a);
     }
 }
 
@@ -1190,10 +1216,10 @@ static void linear_forward(real *y, const real *x, const real *w, int64_t n, int
     matmul(y, out, x, in, 1, w, 1, in, n, out, in, 0);
 }
 
-// dx[n, in] (+)= dy[n, out] w[out, in] unless dx is NULL; dw[out, in] += dy^T x
+// dw[out, in] += dy^T x; then dx[n, in] (+)= dy[n, out] w[out, in] unless dx is NULL. dx may be x: it is read before.
 static void linear_backward(real *dx, int add_dx, real *dw, const real *dy, const real *x, const real *w, int64_t n, int64_t in, int64_t out) {
-    if (dx) matmul(dx, in, dy, out, 1, w, in, 1, n, in, out, add_dx);
     matmul(dw, in, dy, 1, out, x, in, 1, out, in, n, 1);
+    if (dx) matmul(dx, in, dy, out, 1, w, in, 1, n, in, out, add_dx);
 }
 
 // ----------------------------------------------------------------------------
@@ -1366,6 +1392,7 @@ static void swiglu_forward(real *act, const real *g, const real *u, int64_t n) {
     for (int64_t i = 0; i < n; i++) act[i] = g[i] / (1 + exp_real(-g[i])) * u[i];
 }
 
+// dg may be g, du may be u.
 static void swiglu_backward(real *dg, real *du, const real *dact, const real *g, const real *u, int64_t n) {
     #pragma omp parallel for simd schedule(static)
     for (int64_t i = 0; i < n; i++) {
@@ -2366,7 +2393,7 @@ static void residual_forward(real *out, const real *a, const real *b, int64_t n)
     for (int64_t i = 0; i < n; i++) out[i] = a[i] + b[i];
 }
 
-// One block, pre-norm: x2 = x + attention(norm(x)); next = x2 + mlp(norm(x2)).
+// One block, pre-norm: x2 = x + attention(norm(x)); next = x2 + mlp(norm(x2)). next NULL: only what backward needs.
 static void block_forward(Model *m, Layer *l, real *next) {
     const Config *c = &m->c;
     int64_t C = c->C, F = c->F, n = m->nr, r0 = m->r0, at = r0 * C;
@@ -2377,18 +2404,19 @@ static void block_forward(Model *m, Layer *l, real *next) {
     linear_forward(l->g + r0 * F, l->xn2 + at, param(m, l->gate), n, C, F);
     linear_forward(l->u + r0 * F, l->xn2 + at, param(m, l->up), n, C, F);
     swiglu_forward(l->act + r0 * F, l->g + r0 * F, l->u + r0 * F, n * F);
+    if (!next) return;
     linear_forward(m->y + at, l->act + r0 * F, param(m, l->down), n, F, C);
     residual_forward(next + at, l->x2 + at, m->y + at, n * C);
 }
 
-// dx holds the gradient to the block's output and receives that to its input.
+// dx holds the gradient to the block's output and receives that to its input. The MLP's gradients replace its activations.
 static void block_backward(Model *m, Layer *l) {
     const Config *c = &m->c;
     int64_t C = c->C, F = c->F, N = m->N;
-    linear_backward(m->d_act, 0, grad(m, l->down), m->dx, l->act, param(m, l->down), N, F, C);
-    swiglu_backward(m->d_g, m->d_u, m->d_act, l->g, l->u, N * F);
-    linear_backward(m->dxn, 0, grad(m, l->gate), m->d_g, l->xn2, param(m, l->gate), N, C, F);
-    linear_backward(m->dxn, 1, grad(m, l->up), m->d_u, l->xn2, param(m, l->up), N, C, F);
+    linear_backward(l->act, 0, grad(m, l->down), m->dx, l->act, param(m, l->down), N, F, C);
+    swiglu_backward(l->g, l->u, l->act, l->g, l->u, N * F);
+    linear_backward(m->dxn, 0, grad(m, l->gate), l->g, l->xn2, param(m, l->gate), N, C, F);
+    linear_backward(m->dxn, 1, grad(m, l->up), l->u, l->xn2, param(m, l->up), N, C, F);
     rmsnorm_backward(m->dx, C, 1, grad(m, l->post_norm), m->dxn, C, l->rstd2, l->x2, C, param(m, l->post_norm), 0, N, C);
     attention_backward(m, l, m->dx);
     rmsnorm_backward(m->dx, C, 1, grad(m, l->input_norm), m->dxn, C, l->rstd, l->x, C, param(m, l->input_norm), 0, N, C);
@@ -2466,7 +2494,7 @@ static void model_backward(Model *m) {
             Probe probe = m->probe;
             m->fixed_selection |= (int)m->c.replay;
             m->probe.queries = 0;
-            block_forward(m, &m->layers[l], m->y); // its output is not needed: the branch buffer takes it
+            block_forward(m, &m->layers[l], NULL);
             m->fixed_selection = fixed;
             m->probe = probe;
         }

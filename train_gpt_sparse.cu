@@ -281,10 +281,10 @@ template <class Y> static void gpu_linear_forward(Y *y, const Y *residual, const
     gpu_matmul(y, out, residual, x, in, 1, w, 1, in, n, out, in);
 }
 
-// dx (+)= dy w unless dx is NULL; dw += dy^T x, in float
+// dw += dy^T x, in float; then dx (+)= dy w unless dx is NULL. dx may be x: it is read before.
 static void gpu_linear_backward(floatX *dx, int add_dx, float *dw, const floatX *dy, const floatX *x, const floatX *w, int64_t n, int64_t in, int64_t out) {
-    if (dx) gpu_matmul(dx, in, add_dx ? dx : (floatX *)NULL, dy, out, 1, w, in, 1, n, in, out);
     gpu_matmul(dw, in, dw, dy, 1, out, x, in, 1, out, in, n);
+    if (dx) gpu_matmul(dx, in, add_dx ? dx : (floatX *)NULL, dy, out, 1, w, in, 1, n, in, out);
 }
 
 // ----------------------------------------------------------------------------
@@ -451,6 +451,7 @@ template <int V> __global__ static void swiglu_forward_kernel(floatX *act, const
     for (int v = 0; v < V; v++) a[v] = a[v] / (1 + expf(-a[v])) * b[v];
     store<V>(act + i, a);
 }
+// dg may be g, du may be u: a thread reads its values before it writes them.
 template <int V> __global__ static void swiglu_backward_kernel(floatX *dg, floatX *du, const floatX *dact, const floatX *g, const floatX *u, int64_t n) {
     int64_t i = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) * V;
     float a[V], b[V], d[V];
@@ -3138,17 +3139,17 @@ static void gpu_block_forward(Model *g, Layer *l, floatX *next) {
     gpu_linear_forward(gate, none, xn2, weight(l->gate), n, C, F);
     gpu_linear_forward(up, none, xn2, weight(l->up), n, C, F);
     ELEMENTWISE(swiglu_forward_kernel, r0 * F % 8 == 0, n * F, act, gate, up);
-    gpu_linear_forward(next + r0 * C, x2, act, weight(l->down), n, F, C);
+    if (next) gpu_linear_forward(next + r0 * C, x2, act, weight(l->down), n, F, C);
 }
 
 static void gpu_block_backward(Model *g, Layer *l) {
     const Config *c = &g->c;
     int64_t C = c->C, F = c->F, N = g->N, T = g->T;
     floatX *dx = X(g->dx), *dxn = X(g->dxn);
-    gpu_linear_backward(X(g->d_act), 0, grad(g, l->down), dx, X(l->act), weight(l->down), N, F, C);
-    ELEMENTWISE(swiglu_backward_kernel, 1, N * F, X(g->d_g), X(g->d_u), X(g->d_act), X(l->g), X(l->u));
-    gpu_linear_backward(dxn, 0, grad(g, l->gate), X(g->d_g), X(l->xn2), weight(l->gate), N, C, F);
-    gpu_linear_backward(dxn, 1, grad(g, l->up), X(g->d_u), X(l->xn2), weight(l->up), N, C, F);
+    gpu_linear_backward(X(l->act), 0, grad(g, l->down), dx, X(l->act), weight(l->down), N, F, C);
+    ELEMENTWISE(swiglu_backward_kernel, 1, N * F, X(l->g), X(l->u), X(l->act), X(l->g), X(l->u));
+    gpu_linear_backward(dxn, 0, grad(g, l->gate), X(l->g), X(l->xn2), weight(l->gate), N, C, F);
+    gpu_linear_backward(dxn, 1, grad(g, l->up), X(l->u), X(l->xn2), weight(l->up), N, C, F);
     gpu_rmsnorm_backward(plain_rows(dx, C), 1, grad(g, l->post_norm), plain_rows(dxn, C), l->rstd2, plain_rows(X(l->x2), C), param(g, l->post_norm), 0, N, C, T);
     gpu_attention_backward(g, l);
     gpu_rmsnorm_backward(plain_rows(dx, C), 1, grad(g, l->input_norm), plain_rows(dxn, C), l->rstd, plain_rows(X(l->x), C), param(g, l->input_norm), 0, N, C, T);
@@ -3232,7 +3233,7 @@ static void gpu_pass_backward(Model *g) {
         if (!strcmp(g->c.recompute, "block")) { // the selection is kept, not made again (unless --replay 0)
             int fixed = g->fixed_selection;
             g->fixed_selection |= (int)g->c.replay;
-            gpu_block_forward(g, &g->layers[l], X(g->y));
+            gpu_block_forward(g, &g->layers[l], NULL);
             g->fixed_selection = fixed;
         }
         gpu_block_backward(g, &g->layers[l]);
