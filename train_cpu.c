@@ -16,7 +16,7 @@ Contents, in the order in which the data flows
    5  activations          one plan of all buffers, made before the first step
    6  matrix product       a blocked, vectorised kernel
    7  layers               RMSNorm, LayerNorm, RoPE, SwiGLU, embedding: forward and backward
-   8  selection            index scores, HyTopK (streaming) and the table arm, the control selectors
+   8  selection            index scores, HyTopK (streaming) and the table arm, the control selectors; packing what is kept
    9  sparse attention     one core for every layer letter, with the indexer's KL, forward and backward
   10  attention layers     what a letter puts around the core: projections, index queries, index keys
   11  the model            classifier and loss, forward, backward
@@ -156,7 +156,7 @@ typedef struct {
     int64_t rope_original;
     // the run
     char preset[256], train[256], val[256], task[256], tokenizer[256], out[256], resume[256], generate[256], prompt[256];
-    char selector[256], topk_method[256], index_target[256], schedule[256], recompute[256];
+    char selector[256], topk_method[256], index_target[256], schedule[256], recompute[256], replay_store[256];
     int64_t T, B, accum, steps, warmup, warmup_dense, decay_steps, doc_mask, seed, threads;
     int64_t eval_every, eval_batches, sample_every, sample_tokens, save_every, keep, probe, dry_run, replay, verify;
     double lr, index_lr_mult, min_lr, weight_decay, beta1, beta2, adam_eps, clip, kl_coef;
@@ -239,6 +239,7 @@ static const Option OPTIONS[] = {
     {"topk", 's', F_(topk_method), "hytopk", 0, 0, "hytopk|table", 0, "streaming top-k, or the whole score row first; the same set"},
     {"recompute", 's', F_(recompute), "none", 0, 0, "none|block", 0, "block: keep layer inputs and selections, recompute the rest in backward"},
     {"replay", 'i', F_(replay), "1", 0, 1, NULL, 0, "with --recompute block: 1 reuses the stored selection, 0 selects again"},
+    {"replay-store", 's', F_(replay_store), "u16", 0, 0, "int32|u16|ef", 0, "with --recompute block: kept selections as they are, as 16 bits and a page, or as Elias-Fano (about 12)"},
     {"seed", 'i', F_(seed), "1337", 0, 9e15, NULL, 0, "of the initial values, the data order and the samples"},
     {"threads", 'i', F_(threads), "0", 0, 4096, NULL, 0, "CPU threads; 0 takes all. Results do not depend on it"},
     {"eval-every", 'i', F_(eval_every), "50", 0, 1 << 30, NULL, 0, "steps between evaluations; 0 is never"},
@@ -566,6 +567,13 @@ typedef struct {
     double init;    // > 0: normal with this deviation; 0: zeros; < 0: ones
 } Tensor;
 
+// How a row of a selection is packed while it waits for the backward pass (section 8).
+typedef struct {
+    int ef, low;                 // Elias-Fano, else 16 bits and a page; Elias-Fano: low bits of a candidate
+    int64_t k, slots;            // slots of an unpacked row; those that can hold a candidate
+    int64_t head, words;         // 32-bit words of the first part and of the whole
+} Packing;
+
 // One attention layer's handles and buffers. Everything a letter needs stands here; rows are (b, t). A letter differs
 // in how queries, KV rows, index queries and index keys are made; what a candidate is, is the geometry below.
 typedef struct {
@@ -590,7 +598,9 @@ typedef struct {
     real *x;                     // (N, C) layer input
     real *rows;                  // (B, n_rows, R) KV rows. MLA: latent | rotated key. C H W: key = value. Q: keys | values
     real *k_index;               // (B, n_cand, DI) index keys
-    int32_t *sel;                // (N, k) chosen candidates, ascending, -1 behind the last
+    int32_t *sel;                // (N, k) chosen candidates, ascending, -1 behind the last; see Model.sel
+    uint32_t *packed;            // (N, packing.words) the same, while other layers use sel; else NULL
+    Packing packing;
     real *q_index, *w_index;     // (N, HI, DI) index queries, (N, HI) head weights, scales included
     real *comp, *icomp;          // C H: (N, 2, width) values and gates before pooling; Q: icomp (N, HI + 1, DI) raw index projections
     // recomputable from x
@@ -632,6 +642,8 @@ typedef struct {
     int64_t n_params;             // with padding
     real *params, *grads, *m, *v; // flat, by the table
     Layer *layers;
+    int32_t *sel;                 // (N, k) with recomputation: the one selection that is unpacked; layers' sel point here
+    int held;                     // the layer whose selection that is; -1: none
     Arena arena;
     // buffers that belong to no layer
     int32_t *tokens, *targets;    // (N)
@@ -887,6 +899,20 @@ static void plan_layer_index(Model *m, Layer *l, Arena *a, const char *name) {
     l->w_index = plan_real(a, name, m->N * c->HI);
 }
 
+// With recomputation: whether a layer's selection outlasts it: for replay, or for the S layers that read it.
+static int selection_kept(const Model *m, const Layer *l) {
+    int kept = (int)m->c.replay;
+    for (int64_t i = 0; i < m->c.L; i++) kept |= m->layers[i].letter == 'S' && m->layers + m->layers[i].source == l;
+    return kept;
+}
+
+// Whether a layer has no buffer of its own for its selection as attention reads it, but takes its turn with Model.sel.
+static int selection_takes_turns(const Model *m, const Layer *l) {
+    return is_sparse(l->letter) && m->training && !strcmp(m->c.recompute, "block") && !(selection_kept(m, l) && !strcmp(m->c.replay_store, "int32"));
+}
+
+static Packing packing_of(int ef, int64_t k, int64_t n_cand);
+
 // Buffers that outlast the layer: its input and its selection; caches while generating; index queries and keys when
 // other layers' attention will still teach this layer's indexer.
 static void plan_layer_kept(Model *m, Layer *l, Arena *a) {
@@ -895,7 +921,12 @@ static void plan_layer_kept(Model *m, Layer *l, Arena *a) {
     l->n_rows = m->T + (is_v4(l->letter) ? l->n_cand : 0);
     l->cos_sin = m->cos_sin + m->T * c->rope * (is_mla(l->letter) ? ROPE_MLA : l->letter == 'C' || l->letter == 'H' ? ROPE_COMPRESS : ROPE_PLAIN);
     l->x = plan_act(a, "layer inputs", m->N * c->C);
-    if (is_sparse(l->letter)) l->sel = plan_int(a, "selections", m->N * c->topk);
+    l->packed = NULL;
+    if (selection_takes_turns(m, l)) {
+        l->sel = m->sel;
+        l->packing = packing_of(!strcmp(c->replay_store, "ef"), c->topk, l->n_cand);
+        if (selection_kept(m, l)) l->packed = (uint32_t *)plan_int(a, "selections", m->N * l->packing.words);
+    } else if (is_sparse(l->letter)) l->sel = plan_int(a, "selections", m->N * c->topk);
     if (!m->training) plan_layer_keys(m, l, a, "KV rows (cache)");
     if (is_sparse(l->letter) && (!m->training || !strcmp(c->index_target, "served"))) plan_layer_index(m, l, a, "index queries and keys");
 }
@@ -980,6 +1011,9 @@ static void plan_walk(Model *m, Arena *a) {
     m->row_loss = (float *)plan_int(a, "tokens, targets, documents", N);
     m->row_kl = (float *)plan_int(a, "tokens, targets, documents", N);
     m->cos_sin = plan_real(a, "RoPE tables", ROPE_KINDS * m->T * c->rope);
+    int turns = 0;
+    for (int64_t l = 0; l < c->L; l++) turns |= selection_takes_turns(m, &m->layers[l]);
+    if (turns) m->sel = plan_int(a, "selection, unpacked", N * c->topk);
     for (int64_t l = 0; l < c->L; l++) plan_layer_kept(m, &m->layers[l], a);
     m->last_x = plan_act(a, "layer inputs", N * c->C);
     m->rstd_f = plan_real(a, "final norm, branch output", N);
@@ -1594,6 +1628,77 @@ static void select_forward(Model *m, Layer *l) {
         int64_t t0 = start + (per_row - 1 - j / m->B) * block, nq = min64(block, end - t0);
         (table ? select_table : select_hytopk)(m, l, b, t0, nq, my_scratch(m));
     }
+}
+
+// Stored selections. With recomputation a selection is made forward and read again backward. In between only a packed
+// form is kept, rows of a fixed number of 32-bit words:
+//   u16    for each page of 65536 candidates the number of slots up to its end, then the low 16 bits of each slot. Slots
+//          ascend, so a slot's page is the first whose number exceeds the slot's: 16 bits a slot and little more
+//   ef     Elias-Fano: the low bits of each slot one behind the other, then the rest in unary: bit (candidate >> low) + j
+//          set for slot j, so that the j-th set bit, less j, is slot j's high part. With low = log2(n_cand / k) that is
+//          about low + 2 bits a slot, less than half a bit above what any code needs
+// -1 behind the last slot costs nothing: u16's last number, ef's set bits tell how many slots there are.
+static Packing packing_of(int ef, int64_t k, int64_t n_cand) {
+    Packing p = {ef, 0, k, min64(k, n_cand), (n_cand + 65535) / 65536, 0};
+    if (!ef) {
+        p.words = p.head + (p.slots + 1) / 2;
+        return p;
+    }
+    while (p.slots && n_cand >> (p.low + 1) >= p.slots) p.low++;
+    p.head = (p.slots * p.low + 31) / 32;
+    p.words = p.head + (p.slots ? p.slots + ((n_cand - 1) >> p.low) + 31 : 0) / 32;
+    return p;
+}
+
+// to[words] from row[k]: ascending candidates below n_cand, -1 behind the last.
+static void pack_row(const Packing *p, uint32_t *to, const int32_t *row) {
+    memset(to, 0, (size_t)p->words * sizeof *to);
+    for (int64_t j = 0; j < p->slots && row[j] >= 0; j++) {
+        uint32_t x = (uint32_t)row[j];
+        if (!p->ef) {
+            to[x >> 16]++;
+            to[p->head + j / 2] |= (x & 0xffff) << j % 2 * 16;
+            continue;
+        }
+        int64_t at = j * p->low, bit = (int64_t)(x >> p->low) + j;
+        uint64_t low = (uint64_t)(x & (((uint32_t)1 << p->low) - 1)) << at % 32;
+        to[at / 32] |= (uint32_t)low;
+        if (low >> 32) to[at / 32 + 1] |= (uint32_t)(low >> 32);
+        to[p->head + bit / 32] |= (uint32_t)1 << bit % 32;
+    }
+    for (int64_t page = 1; !p->ef && page < p->head; page++) to[page] += to[page - 1];
+}
+
+// row[k] from what pack_row() made of it.
+static void unpack_row(const Packing *p, int32_t *row, const uint32_t *from) {
+    int64_t j = 0;
+    const uint32_t *second = from + p->head;
+    for (int64_t page = 0; !p->ef && page < p->head; page++)
+        for (; j < from[page]; j++) row[j] = (int32_t)(page << 16 | (second[j / 2] >> j % 2 * 16 & 0xffff));
+    for (int64_t bit = 0; p->ef && bit < (p->words - p->head) * 32; bit++) {
+        if (!(second[bit / 32] >> bit % 32 & 1)) continue;
+        int64_t at = j * p->low, x = (bit - j) << p->low;
+        if (p->low) x |= (int64_t)((from[at / 32] | (uint64_t)from[at / 32 + 1] << 32) >> at % 32 & (((uint64_t)1 << p->low) - 1)); // the word behind is ours, too
+        row[j++] = (int32_t)x;
+    }
+    while (j < p->k) row[j++] = -1;
+}
+
+// Keep the selection that l has just made.
+static void selection_store(Model *m, const Layer *l) {
+    m->held = (int)(l - m->layers);
+    if (!l->packed) return;
+    #pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < m->N; i++) pack_row(&l->packing, l->packed + i * l->packing.words, l->sel + i * l->packing.k);
+}
+
+// Make sure that the selection that l reads, its own or its source's, is unpacked.
+static void selection_restore(Model *m, const Layer *l) {
+    const Layer *src = &m->layers[l->source];
+    if (!src->packed || m->held == l->source) return;
+    m->held = l->source;
+    #pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < m->N; i++) unpack_row(&src->packing, src->sel + i * src->packing.k, src->packed + i * src->packing.words);
 }
 
 // ----------------------------------------------------------------------------
@@ -2359,9 +2464,13 @@ static void attention_forward(Model *m, Layer *l) {
     (mla ? mla_forward : v4 ? v4_forward : qsa_forward)(m, l);
     if (is_sparse(l->letter)) {
         (mla ? mla_index_forward : v4 ? v4_index_forward : qsa_index_forward)(m, l);
-        if (!m->fixed_selection && (!m->dense || m->probe.queries)) select_forward(m, l);
-        if (m->probe.queries) probe_layer(m, l);
+        if (!m->fixed_selection && (!m->dense || m->probe.queries)) {
+            select_forward(m, l);
+            selection_store(m, l);
+        }
     }
+    if (l->source >= 0 && !attends_to_all(m, l)) selection_restore(m, l);
+    if (is_sparse(l->letter) && m->probe.queries) probe_layer(m, l);
     sparse_attention_forward(m, l);
     (mla ? mla_output_forward : v4 ? v4_output_forward : qsa_output_forward)(m, l);
 }
@@ -2473,6 +2582,7 @@ static void find_documents(Model *m) {
 // call may add rows: keys and values of the earlier ones stand in the buffers.
 static void model_forward(Model *m) {
     int64_t C = m->c.C;
+    m->held = -1;
     find_documents(m);
     memset(m->row_kl + m->r0, 0, (size_t)m->nr * sizeof(float));
     #pragma omp parallel for schedule(static)
@@ -2485,6 +2595,7 @@ static void model_forward(Model *m) {
 // Backward pass after model_forward with learning set: adds to the gradients of all parameters, fills row_kl.
 static void model_backward(Model *m) {
     int64_t C = m->c.C, N = m->N;
+    m->held = -1;
     memset(m->row_kl, 0, (size_t)N * sizeof(float));
     clear_index_grads(m, m->most_cand);
     rmsnorm_backward(m->dx, C, 0, grad(m, m->final_norm), m->dxn, C, m->rstd_f, m->last_x, C, param(m, m->final_norm), 0, N, C);

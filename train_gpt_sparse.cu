@@ -956,6 +956,90 @@ static void gpu_select_forward(Model *g, Layer *l) {
     g->index_scans += c.control == SELECT_INDEXER;
 }
 
+// Stored selections: pack_row() and unpack_row() of train_cpu.c, one warp a row. Each word, and each slot, is made by one
+// thread alone: nothing is added up in memory.
+
+// First slot that is empty, or for which (candidate >> shift) + step * slot reaches the bound: these ascend.
+__device__ static int first_slot(const int32_t *row, int slots, int shift, int step, int bound) {
+    int lo = 0, hi = slots;
+    while (lo < hi) {
+        int mid = (lo + hi) / 2;
+        if (row[mid] >= 0 && (row[mid] >> shift) + step * mid < bound) lo = mid + 1;
+        else hi = mid;
+    }
+    return lo;
+}
+__global__ static void pack_kernel(Packing p, uint32_t *packed, const int32_t *sel, int64_t n) {
+    int64_t i = (blockIdx.x * (int64_t)BLOCK + threadIdx.x) / WARP;
+    int lane = threadIdx.x % WARP, slots = (int)p.slots, head = (int)p.head;
+    if (i >= n) return;
+    const int32_t *row = sel + i * p.k;
+    uint32_t *to = packed + i * p.words, mask = ((uint32_t)1 << p.low) - 1;
+    for (int w = lane; w < (int)p.words; w += WARP) {
+        uint32_t word = 0;
+        int from = 32 * (w < head ? w : w - head), j; // first bit of this word in its part
+        if (!p.ef && w < head) word = (uint32_t)first_slot(row, slots, 16, 0, w + 1);
+        else if (!p.ef) {
+            for (j = from / 16; j < min(from / 16 + 2, slots) && row[j] >= 0; j++) word |= ((uint32_t)row[j] & 0xffff) << j % 2 * 16;
+        } else if (w < head) {
+            for (j = from / p.low; j < slots && j * p.low < from + 32 && row[j] >= 0; j++) {
+                int at = j * p.low - from; // negative: this word has the upper part of slot j's bits
+                word |= at < 0 ? ((uint32_t)row[j] & mask) >> -at : ((uint32_t)row[j] & mask) << at;
+            }
+        } else {
+            for (j = first_slot(row, slots, p.low, 1, from); j < slots && row[j] >= 0 && (row[j] >> p.low) + j < from + 32; j++) word |= (uint32_t)1 << ((row[j] >> p.low) + j - from);
+        }
+        to[w] = word;
+    }
+}
+__global__ static void unpack_kernel(Packing p, int32_t *sel, const uint32_t *packed, int64_t n) {
+    int64_t i = (blockIdx.x * (int64_t)BLOCK + threadIdx.x) / WARP;
+    int lane = threadIdx.x % WARP, head = (int)p.head, words = (int)p.words, filled = 0;
+    if (i >= n) return;
+    int32_t *row = sel + i * p.k;
+    const uint32_t *from = packed + i * p.words, *second = from + head;
+    if (!p.ef) {
+        filled = head ? (int)from[head - 1] : 0;
+        for (int j = lane; j < filled; j += WARP) {
+            int lo = 0, hi = head - 1; // the first page that ends behind slot j
+            while (lo < hi) {
+                int mid = (lo + hi) / 2;
+                if ((int)from[mid] > j) hi = mid;
+                else lo = mid + 1;
+            }
+            row[j] = (int32_t)((uint32_t)lo << 16 | (second[j / 2] >> j % 2 * 16 & 0xffff));
+        }
+    }
+    for (int w0 = 0; p.ef && w0 < words - head; w0 += WARP) { // a word of the high part a thread
+        uint32_t word = w0 + lane < words - head ? second[w0 + lane] : 0;
+        int upto = __popc(word), count = upto;
+        for (int o = 1; o < WARP; o *= 2) {
+            int before = __shfl_up_sync(0xffffffffu, upto, o);
+            upto += lane >= o ? before : 0;
+        }
+        for (int j = filled + upto - count; word; j++, word &= word - 1) {
+            int at = j * p.low;
+            uint32_t x = (uint32_t)(32 * (w0 + lane) + __ffs((int)word) - 1 - j) << p.low;
+            if (p.low) x |= (uint32_t)((from[at / 32] | (uint64_t)from[at / 32 + 1] << 32) >> at % 32) & (((uint32_t)1 << p.low) - 1);
+            row[j] = (int32_t)x;
+        }
+        filled += __shfl_sync(0xffffffffu, upto, WARP - 1);
+    }
+    for (int j = filled + lane; j < (int)p.k; j += WARP) row[j] = -1;
+}
+
+// selection_store() and selection_restore() of train_cpu.c.
+static void gpu_selection_store(Model *g, const Layer *l) {
+    g->held = (int)(l - g->layers);
+    if (l->packed) pack_kernel<<<blocks_for(g->N * WARP, BLOCK), BLOCK, 0, stream>>>(l->packing, l->packed, l->sel, g->N);
+}
+static void gpu_selection_restore(Model *g, const Layer *l) {
+    const Layer *src = &g->layers[l->source];
+    if (!src->packed || g->held == l->source) return;
+    g->held = l->source;
+    unpack_kernel<<<blocks_for(g->N * WARP, BLOCK), BLOCK, 0, stream>>>(src->packing, src->sel, src->packed, g->N);
+}
+
 // ----------------------------------------------------------------------------
 // 5. Attention
 // A chunk of queries at a time; probabilities and their gradients stand in (queries, support, H). The gradient to a KV
@@ -3109,8 +3193,12 @@ static void gpu_attention_forward(Model *g, Layer *l) {
     (mla ? gpu_mla_forward : v4 ? gpu_v4_forward : gpu_qsa_forward)(g, l);
     if (is_sparse(l->letter)) {
         (mla ? gpu_mla_index_forward : v4 ? gpu_v4_index_forward : gpu_qsa_index_forward)(g, l);
-        if (!g->fixed_selection && !g->dense) gpu_select_forward(g, l);
+        if (!g->fixed_selection && !g->dense) {
+            gpu_select_forward(g, l);
+            gpu_selection_store(g, l);
+        }
     }
+    if (l->source >= 0 && !attends_to_all(g, l)) gpu_selection_restore(g, l);
     gpu_core_forward(g, l);
     (mla ? gpu_mla_output_forward : v4 ? gpu_v4_output_forward : gpu_qsa_output_forward)(g, l);
 }
@@ -3217,6 +3305,7 @@ static void gpu_blocks_forward(Model *g) {
 // The whole forward pass on the device: row_loss, row_hit and (evaluating) row_kl.
 static void gpu_pass_forward(Model *g) {
     int64_t C = g->c.C;
+    g->held = -1; // a captured pass runs whatever was unpacked before
     CUDA_CHECK(cudaMemsetAsync(g->row_kl, 0, (size_t)g->N * sizeof(float), stream));
     gpu_blocks_forward(g);
     gpu_rmsnorm_forward(plain_rows(X(g->xf), C), g->rstd_f, plain_rows(X(g->last_x), C), param(g, g->final_norm), 0, g->N, C, g->c.rms_eps, g->T);
@@ -3226,6 +3315,7 @@ static void gpu_pass_forward(Model *g) {
 // The whole backward pass: adds to the gradients, fills row_kl.
 static void gpu_pass_backward(Model *g) {
     int64_t C = g->c.C, N = g->N;
+    g->held = -1;
     CUDA_CHECK(cudaMemsetAsync(g->row_kl, 0, (size_t)N * sizeof(float), stream));
     gpu_clear_index_grads(g, g->most_cand);
     gpu_rmsnorm_backward(plain_rows(X(g->dx), C), 0, grad(g, g->final_norm), plain_rows(X(g->dxn), C), g->rstd_f, plain_rows(X(g->last_x), C), param(g, g->final_norm), 0, N, C, g->T);
@@ -3789,9 +3879,9 @@ static double take_over(real *host, const floatX *device, int64_t n) {
 // The same step on both sides. h is a host model with its buffers planned, tokens and targets set, learning. Selections
 // are compared first: where the sets differ, the reference's scores of the swapped candidates must lie within rounding of
 // its k-th (unless an earlier layer chose differently: then this one's inputs differ by more). Then the device takes the
-// reference's selections. The reference's backward takes the device's index queries and keys, once these have been
-// compared: the gradient of a relu jumps where a dot product crosses 0, and bf16 moves one in seven hundred across. What follows
-// compares arithmetic alone.
+// reference's selections; with recomputation there is only this, for scores need the index queries of all layers. The
+// reference's backward takes the device's index queries and keys, once these have been compared: the gradient of a relu
+// jumps where a dot product crosses 0, and bf16 moves one in seven hundred across. What follows compares arithmetic alone.
 static Verdict gpu_compare(Model *h, int print) {
     Model *g = &G_.g;
     Verdict v;
@@ -3809,6 +3899,10 @@ static Verdict gpu_compare(Model *h, int print) {
         Layer *l = &h->layers[j];
         if (!is_sparse(l->letter)) continue;
         int64_t upstream = v.differ;
+        if (l->packed) {
+            gpu_copy(g->layers[j].packed, l->packed, (size_t)(N * l->packing.words) * sizeof(uint32_t), cudaMemcpyHostToDevice);
+            continue;
+        }
         gpu_copy(sel, g->layers[j].sel, (size_t)(N * k) * sizeof(int32_t), cudaMemcpyDeviceToHost);
         for (int64_t i = 0; i < N && strcmp(h->c.recompute, "block"); i++) { // scores need this layer's index queries
             int64_t a = 0, b = 0, lo, hi;
@@ -3925,6 +4019,7 @@ int main(int argc, char **argv) {
     if (!prepare(&c, &m, data, &tok, argc, argv)) return 0;
     if (!strcmp(c.selector, "oracle") || strcmp(c.topk_method, "hytopk"))
         die("--selector %s --topk %s: the CUDA trainer has neither --selector oracle nor --topk table so far; ./train_cpu has both", c.selector, c.topk_method);
+    if (c.verify && !strcmp(c.recompute, "block") && !c.replay) die("--verify 1 lets both sides use one selection: --replay 0 keeps none");
     gpu_report();
     if (c.probe) printf("probe: not on the device yet, recall@k and mass@k are left out\n");
     if (c.verify) activations_plan(&m, c.B, c.T, 1, 0);
