@@ -154,6 +154,39 @@ static void generation(const char *layers) {
     model_free(&m);
 }
 
+// The options that gpu_nearest_fit() names, set in a configuration, need the bytes that it says, and these fit.
+static void nearest_fit(const char *layers) {
+    Config c = small_config(layers, 128, 4, 9, "deepseek_v32");
+    Model m;
+    char text[256], set[256], *save = NULL;
+    size_t all, left, bytes;
+    c.sample_every = 0;
+    small_model(&m, &c);
+    Arena host = m.arena;
+    gpu_plan(&m);
+    all = m.arena.peak;
+    for (int i = 0; i < 8; i++) {
+        left = i ? LT_WORKSPACE + (size_t)draw((int64_t)(all - LT_WORKSPACE)) : all - 1;
+        bytes = gpu_nearest_fit(&m, 4, 128, left, text);
+        if (!bytes) {
+            m.c.B = 1; m.c.T = 2;
+            strcpy(m.c.recompute, "block");
+            strcpy(m.c.replay_store, "ef");
+            gpu_plan(&m);
+            check(m.arena.peak > left, "%s: %zu bytes are too few for any run", layers, left);
+        } else {
+            m.c = c;
+            strcpy(set, text);
+            for (char *name = strtok_r(set, " ", &save); name; name = strtok_r(NULL, " ", &save)) config_set(&m.c, name + 2, strtok_r(NULL, " ", &save), "test");
+            gpu_plan(&m);
+            check(m.arena.peak == bytes && bytes <= left, "%s: %zu bytes are left, and a run with%s needs %zu", layers, left, text, bytes);
+        }
+        m.c = c;
+    }
+    m.arena = host;
+    model_free(&m);
+}
+
 #include "dev/test/kernels.h"
 
 int main(int argc, char **argv) {
@@ -166,6 +199,8 @@ int main(int argc, char **argv) {
     gpu_engine();
     gpu_engine_ = engine;
     test_kernels(small);
+    nearest_fit("DS");
+    nearest_fit("WCHQF");
     for (sizes = 0; sizes < 3; sizes++)
         for (int p = 0; p < 8; p++) {
             for (int t = 0; t < (small ? 3 : 6); t++) {

@@ -3702,11 +3702,43 @@ static void gpu_prepare(Model *m, int64_t B, int64_t T) {
     for (int i = 0; i < m->n_tensors; i++) G_.n_chunks += (m->tensors[i].size + CHUNK_SIZE - 1) / CHUNK_SIZE;
     gpu_plan_walk(&G_.g.arena);
 }
+// Forget what gpu_prepare() planned.
+static void gpu_unprepare(void) {
+    free(G_.g.layers);
+    free(G_.row.layers);
+    memset(&G_, 0, sizeof G_);
+}
 static void gpu_plan(Model *m) {
     gpu_prepare(m, m->c.B, m->c.T);
     m->arena = G_.g.arena;
-    free(G_.g.layers);
-    free(G_.row.layers);
+    gpu_unprepare();
+}
+
+// The nearest options with which training on B rows of T tokens fits into left bytes, found by planning again: recomputation,
+// the smaller selections, then half the rows, half the length, and again. text receives them; returns what they need, 0
+// when nothing fits. Options that save nothing are not named. Nothing is prepared afterwards.
+static size_t gpu_nearest_fit(const Model *m, int64_t B, int64_t T, size_t left, char text[256]) {
+    Model x = *m;
+    size_t bytes = SIZE_MAX;
+    int64_t rows = B, length = T;
+    char flags[128] = "", sizes[2][64] = {"", ""};
+    for (int step = 0; bytes > left; step++) {
+        size_t before = bytes;
+        Config as_before = x.c;
+        const char *flag = "";
+        if (step == 1) { strcpy(x.c.recompute, "block"); flag = " --recompute block"; }
+        else if (step == 2) { strcpy(x.c.replay_store, "ef"); flag = " --replay-store ef"; }
+        else if (step > 2 && rows > 1) snprintf(sizes[0], sizeof sizes[0], " --batch-size %lld", (long long)(rows /= 2));
+        else if (step > 2 && length > 3) snprintf(sizes[1], sizeof sizes[1], " --seq-len %lld", (long long)(length = length / 4 * 2)); // even, as the copy task wants it
+        else if (step > 2) return 0;
+        gpu_prepare(&x, rows, length);
+        bytes = G_.g.arena.peak;
+        gpu_unprepare();
+        if (bytes < before) strcat(flags, flag);
+        else x.c = as_before;
+    }
+    snprintf(text, 256, "%s%s%s", flags, sizes[0], sizes[1]);
+    return bytes;
 }
 
 // Take the memory and fill it; tables of RoPE, the chunks, the parameters.
@@ -3718,8 +3750,12 @@ static void gpu_open(Model *m, int64_t B, int64_t T) {
     cublas_check(cublasLtCreate(&lt), "create");
     G_.bytes = g->arena.peak;
     CUDA_CHECK(cudaMemGetInfo(&left, &total));
-    if (G_.bytes > left)
-        die("the device has %zu MiB free, but %zu MiB are needed: a smaller --batch-size or --seq-len, or --recompute block", left >> 20, G_.bytes >> 20);
+    if (G_.bytes > left) {
+        char text[256];
+        size_t needed = G_.bytes, fits = B ? gpu_nearest_fit(m, B, T, left, text) : 0;
+        if (fits) die("the device has %zu MiB free, but %zu MiB are needed; it fits with%s: %zu MiB", left >> 20, needed >> 20, text, fits >> 20);
+        die("the device has %zu MiB free, but %zu MiB are needed, and no shorter row makes it fit", left >> 20, needed >> 20);
+    }
     CUDA_CHECK(cudaMalloc(&g->arena.base, G_.bytes));
     CUDA_CHECK(cudaMemset(g->arena.base, 0, G_.bytes));
     g->arena.used = g->arena.peak = 0;
