@@ -158,7 +158,7 @@ typedef struct {
     char preset[256], train[256], val[256], task[256], tokenizer[256], out[256], resume[256], generate[256], prompt[256];
     char selector[256], topk_method[256], index_target[256], schedule[256], recompute[256], replay_store[256];
     int64_t T, B, accum, steps, warmup, warmup_dense, decay_steps, doc_mask, seed, threads;
-    int64_t eval_every, eval_batches, sample_every, sample_tokens, save_every, keep, probe, dry_run, replay, verify;
+    int64_t eval_every, eval_batches, sample_every, sample_tokens, save_every, keep, probe, dry_run, replay, replay_offload, verify;
     double lr, index_lr_mult, min_lr, weight_decay, beta1, beta2, adam_eps, clip, kl_coef;
     int64_t top_k;
     double temperature, top_p;
@@ -240,6 +240,7 @@ static const Option OPTIONS[] = {
     {"recompute", 's', F_(recompute), "none", 0, 0, "none|block", 0, "block: keep layer inputs and selections, recompute the rest in backward"},
     {"replay", 'i', F_(replay), "1", 0, 1, NULL, 0, "with --recompute block: 1 reuses the stored selection, 0 selects again"},
     {"replay-store", 's', F_(replay_store), "u16", 0, 0, "int32|u16|ef", 0, "with --recompute block: kept selections as they are, as 16 bits and a page, or as Elias-Fano (about 12)"},
+    {"replay-offload", 'i', F_(replay_offload), "0", 0, 1, NULL, 0, "CUDA trainer: packed selections wait in pinned host memory, and come back one layer ahead"},
     {"seed", 'i', F_(seed), "1337", 0, 9e15, NULL, 0, "of the initial values, the data order and the samples"},
     {"threads", 'i', F_(threads), "0", 0, 4096, NULL, 0, "CPU threads; 0 takes all. Results do not depend on it"},
     {"eval-every", 'i', F_(eval_every), "50", 0, 1 << 30, NULL, 0, "steps between evaluations; 0 is never"},
@@ -380,6 +381,8 @@ static void config_check(const Config *c) {
         if (is_v4(letter) && c->H % c->o_groups) die("--num-attention-heads (%lld) must be a multiple of --o-groups (%lld)", (long long)c->H, (long long)c->o_groups);
         if (letter == 'Q' && c->H % c->kv_heads) die("--num-attention-heads (%lld) must be a multiple of --num-key-value-heads (%lld)", (long long)c->H, (long long)c->kv_heads);
     }
+    if (c->replay_offload && (strcmp(c->recompute, "block") || !strcmp(c->replay_store, "int32")))
+        die("--replay-offload 1 moves packed selections: it takes --recompute block and --replay-store u16 or ef, got %s and %s", c->recompute, c->replay_store);
     if (!strcmp(c->task, "copy") && c->T % 2) die("--task copy needs an even --seq-len, got %lld", (long long)c->T);
     if (c->decay_steps > c->steps) die("--decay-steps (%lld) must not exceed --steps (%lld)", (long long)c->decay_steps, (long long)c->steps);
 }
@@ -621,7 +624,8 @@ typedef struct {
 
 // One line of the memory plan: all buffers of one name together.
 typedef struct { char name[64]; size_t bytes; } PlanItem;
-typedef struct { char *base; size_t used, peak, act_bytes; PlanItem items[96]; int n_items; } Arena; // act_bytes: of one activation; 0: sizeof(real)
+// act_bytes: of one activation; 0: sizeof(real). pinned: what a device's plan needs besides, on the host
+typedef struct { char *base; size_t used, peak, act_bytes, pinned; PlanItem items[96]; int n_items; } Arena;
 
 // What the KL cannot see: how much of dense attention the selection covers, on sampled queries (means over queries).
 typedef struct { int64_t queries; double mass, recall, window_mass, oracle_mass; int64_t n; } Probe;
@@ -644,7 +648,7 @@ typedef struct {
     Layer *layers;
     int32_t *sel;                 // (N, k) with recomputation: the one selection that is unpacked; layers' sel point here
     int held;                     // the layer whose selection that is; -1: none
-    Arena arena;
+    Arena arena, *waiting;        // waiting: where packed selections are planned; NULL: with all else
     // buffers that belong to no layer
     int32_t *tokens, *targets;    // (N)
     int32_t *doc;                 // (N) first position of the row's document
@@ -925,7 +929,7 @@ static void plan_layer_kept(Model *m, Layer *l, Arena *a) {
     if (selection_takes_turns(m, l)) {
         l->sel = m->sel;
         l->packing = packing_of(!strcmp(c->replay_store, "ef"), c->topk, l->n_cand);
-        if (selection_kept(m, l)) l->packed = (uint32_t *)plan_int(a, "selections", m->N * l->packing.words);
+        if (selection_kept(m, l)) l->packed = (uint32_t *)plan_int(m->waiting ? m->waiting : a, "selections", m->N * l->packing.words);
     } else if (is_sparse(l->letter)) l->sel = plan_int(a, "selections", m->N * c->topk);
     if (!m->training) plan_layer_keys(m, l, a, "KV rows (cache)");
     if (is_sparse(l->letter) && (!m->training || !strcmp(c->index_target, "served"))) plan_layer_index(m, l, a, "index queries and keys");
@@ -1105,6 +1109,7 @@ static void activations_plan(Model *m, int64_t B, int64_t T, int training, int o
 // The plan of a training run, parameters included, without allocating.
 static void plan_only(Model *m) {
     size_t p = (size_t)m->n_params * sizeof(real);
+    if (m->c.replay_offload) die("--replay-offload 1 is the CUDA trainer's: selections of this program are in the host's memory anyway");
     activations_plan(m, m->c.B, m->c.T, 1, 1);
     plan_note(&m->arena, "parameters", p);
     plan_note(&m->arena, "gradients", p);
@@ -1118,6 +1123,7 @@ static void plan_print(const Model *m) {
     printf("memory plan (MiB)\n");
     for (int i = 0; i < m->arena.n_items; i++) printf("  %-32s %10.1f\n", m->arena.items[i].name, (double)m->arena.items[i].bytes / mib);
     printf("  %-32s %10.1f\n", "total", (double)m->arena.peak / mib);
+    if (m->arena.pinned) printf("  %-32s %10.1f\n", "pinned memory of the host", (double)m->arena.pinned / mib);
 }
 
 // ----------------------------------------------------------------------------

@@ -73,6 +73,16 @@ typedef struct {
 } Sums;
 typedef struct { float lr[2], decay[2], fix1, inv2; } StepNumbers; // by index: learning rate, 1 - rate * weight_decay
 
+// --replay-offload: packed selections wait in pinned host memory. Two buffers on the device stand between; a second stream
+// copies. What a stream does to a buffer waits for what the other did to it last: the host waits for nothing.
+typedef struct {
+    Arena pinned;                // the layers' packed selections
+    uint32_t *stage[2];          // (N, packing.words) on the device
+    int holds[2], turn, backward; // the layer whose selection a buffer holds or will hold, -1: none; the buffer to fill next; in the backward pass
+    cudaStream_t copies;
+    cudaEvent_t used[2], copied[2]; // by the main stream, by the second one
+} Offload;
+
 // Device memory as the plan of train_cpu.c, and what only this program needs.
 typedef struct {
     Model g, row;                // buffers on the device: for training, and for generation
@@ -96,6 +106,7 @@ typedef struct {
     float *mass, *candidate_mass; // (queries, slots) probabilities summed over heads; (queries, k) the teacher's
     void *sort_space;
     size_t sort_bytes;
+    Offload offload;
     Chunk *chunks;               // the table of parameters, cut up
     int64_t n_chunks;
     double *norm_parts;          // (n_chunks)
@@ -1028,16 +1039,60 @@ __global__ static void unpack_kernel(Packing p, int32_t *sel, const uint32_t *pa
     for (int j = filled + lane; j < (int)p.k; j += WARP) row[j] = -1;
 }
 
+// The packed selection of a layer between buffer s and the host, in the second stream.
+static void offload_copy(const Model *g, int layer, int s, cudaMemcpyKind kind) {
+    Offload *x = &G_.offload;
+    const Layer *l = &g->layers[layer];
+    size_t bytes = (size_t)(g->N * l->packing.words) * sizeof(uint32_t);
+    x->holds[s] = layer;
+    x->turn = !s;
+    CUDA_CHECK(cudaStreamWaitEvent(x->copies, x->used[s], 0));
+    CUDA_CHECK(cudaMemcpyAsync(kind == cudaMemcpyDeviceToHost ? l->packed : x->stage[s], kind == cudaMemcpyDeviceToHost ? x->stage[s] : l->packed, bytes, kind, x->copies));
+    CUDA_CHECK(cudaEventRecord(x->copied[s], x->copies));
+}
+// The buffer that holds a layer's packed selection, fetched when none does.
+static int offload_fetch(const Model *g, int layer) {
+    Offload *x = &G_.offload;
+    for (int s = 0; s < 2; s++)
+        if (x->holds[s] == layer) return s;
+    int s = x->turn;
+    offload_copy(g, layer, s, cudaMemcpyHostToDevice);
+    return s;
+}
+// In the backward pass: fetch the next selection that layers below this one will ask for.
+static void offload_ahead(const Model *g, int64_t layer) {
+    while (--layer >= 0) {
+        const Layer *l = &g->layers[layer];
+        if (l->source < 0 || l->source == g->held || attends_to_all(g, l) || !g->layers[l->source].packed) continue;
+        offload_fetch(g, l->source);
+        return;
+    }
+}
+
 // selection_store() and selection_restore() of train_cpu.c.
 static void gpu_selection_store(Model *g, const Layer *l) {
+    Offload *x = &G_.offload;
+    int s = x->turn;
     g->held = (int)(l - g->layers);
-    if (l->packed) pack_kernel<<<blocks_for(g->N * WARP, BLOCK), BLOCK, 0, stream>>>(l->packing, l->packed, l->sel, g->N);
+    if (!l->packed) return;
+    if (g->waiting) CUDA_CHECK(cudaStreamWaitEvent(stream, x->copied[s], 0));
+    pack_kernel<<<blocks_for(g->N * WARP, BLOCK), BLOCK, 0, stream>>>(l->packing, g->waiting ? x->stage[s] : l->packed, l->sel, g->N);
+    if (!g->waiting) return;
+    CUDA_CHECK(cudaEventRecord(x->used[s], stream));
+    offload_copy(g, g->held, s, cudaMemcpyDeviceToHost);
 }
 static void gpu_selection_restore(Model *g, const Layer *l) {
+    Offload *x = &G_.offload;
     const Layer *src = &g->layers[l->source];
     if (!src->packed || g->held == l->source) return;
     g->held = l->source;
-    unpack_kernel<<<blocks_for(g->N * WARP, BLOCK), BLOCK, 0, stream>>>(src->packing, src->sel, src->packed, g->N);
+    int s = g->waiting ? offload_fetch(g, l->source) : 0;
+    if (g->waiting) CUDA_CHECK(cudaStreamWaitEvent(stream, x->copied[s], 0));
+    unpack_kernel<<<blocks_for(g->N * WARP, BLOCK), BLOCK, 0, stream>>>(src->packing, src->sel, g->waiting ? x->stage[s] : src->packed, g->N);
+    if (!g->waiting) return;
+    CUDA_CHECK(cudaEventRecord(x->used[s], stream));
+    x->turn = !s;
+    if (x->backward) offload_ahead(g, l - g->layers);
 }
 
 // ----------------------------------------------------------------------------
@@ -3305,7 +3360,7 @@ static void gpu_blocks_forward(Model *g) {
 // The whole forward pass on the device: row_loss, row_hit and (evaluating) row_kl.
 static void gpu_pass_forward(Model *g) {
     int64_t C = g->c.C;
-    g->held = -1; // a captured pass runs whatever was unpacked before
+    g->held = G_.offload.holds[0] = G_.offload.holds[1] = -1; // a captured pass runs whatever was unpacked before
     CUDA_CHECK(cudaMemsetAsync(g->row_kl, 0, (size_t)g->N * sizeof(float), stream));
     gpu_blocks_forward(g);
     gpu_rmsnorm_forward(plain_rows(X(g->xf), C), g->rstd_f, plain_rows(X(g->last_x), C), param(g, g->final_norm), 0, g->N, C, g->c.rms_eps, g->T);
@@ -3316,6 +3371,8 @@ static void gpu_pass_forward(Model *g) {
 static void gpu_pass_backward(Model *g) {
     int64_t C = g->c.C, N = g->N;
     g->held = -1;
+    G_.offload.backward = 1;
+    if (g->waiting) offload_ahead(g, g->c.L);
     CUDA_CHECK(cudaMemsetAsync(g->row_kl, 0, (size_t)N * sizeof(float), stream));
     gpu_clear_index_grads(g, g->most_cand);
     gpu_rmsnorm_backward(plain_rows(X(g->dx), C), 0, grad(g, g->final_norm), plain_rows(X(g->dxn), C), g->rstd_f, plain_rows(X(g->last_x), C), param(g, g->final_norm), 0, N, C, g->T);
@@ -3328,6 +3385,7 @@ static void gpu_pass_backward(Model *g) {
         }
         gpu_block_backward(g, &g->layers[l]);
     }
+    G_.offload.backward = 0;
     gpu_inverse_lists(g->tokens, N, 1, N, g->c.V);
     embedding_backward_kernel<<<dim3((unsigned)g->c.V, blocks_for(C, WARP)), dim3(WARP, ROW_LANES), 0, stream>>>(grad(g, g->embed), X(g->dx), G_.list, G_.list_start, C);
 }
@@ -3400,7 +3458,7 @@ static void gpu_play(Model *g, int back) {
     void (*work)(Model *) = back ? gpu_pass_backward : gpu_pass_forward;
     Captured *x = captured;
     while (x < captured + n_captured && !(x->back == back && x->dense == g->dense && x->learning == g->learning && x->fixed == g->fixed_selection && x->loss_scale == g->loss_scale && x->kl_scale == g->kl_scale)) x++;
-    if (g->N > GRAPH_ROWS || x == captured + sizeof captured / sizeof captured[0]) {
+    if (g->N > GRAPH_ROWS || g->waiting || x == captured + sizeof captured / sizeof captured[0]) {
         work(g);
         return;
     }
@@ -3654,6 +3712,10 @@ static void gpu_plan_walk(Arena *a) {
         G_.norm_parts = (double *)plan_take(a, name, (size_t)G_.n_chunks * sizeof(double));
         G_.row_parts = (double *)plan_take(a, name, ROW_BLOCKS * 4 * sizeof(double));
     }
+    int64_t words = 0;
+    for (int64_t i = 0; i < c->L; i++)
+        if (selection_takes_turns(g, &g->layers[i]) && selection_kept(g, &g->layers[i])) words = max64(words, g->layers[i].packing.words);
+    for (int s = 0; s < 2 && g->waiting; s++) G_.offload.stage[s] = (uint32_t *)plan_int(a, "selections to and from the host", g->N * words);
     G_.sums = (Sums *)plan_take(a, name, sizeof(Sums));
     G_.step_numbers = (StepNumbers *)plan_take(a, name, sizeof(StepNumbers));
 }
@@ -3700,7 +3762,9 @@ static void gpu_prepare(Model *m, int64_t B, int64_t T) {
     gpu_model(&G_.g, m, B, T, B > 0);
     if (!B || m->c.sample_every) gpu_model(&G_.row, m, 1, (int64_t)strlen(m->c.prompt) + 1 + m->c.sample_tokens, 0);
     for (int i = 0; i < m->n_tensors; i++) G_.n_chunks += (m->tensors[i].size + CHUNK_SIZE - 1) / CHUNK_SIZE;
+    if (B && m->c.replay_offload) G_.g.waiting = &G_.offload.pinned;
     gpu_plan_walk(&G_.g.arena);
+    G_.g.arena.pinned = G_.offload.pinned.peak;
 }
 // Forget what gpu_prepare() planned.
 static void gpu_unprepare(void) {
@@ -3715,7 +3779,7 @@ static void gpu_plan(Model *m) {
 }
 
 // The nearest options with which training on B rows of T tokens fits into left bytes, found by planning again: recomputation,
-// the smaller selections, then half the rows, half the length, and again. text receives them; returns what they need, 0
+// the smaller selections, and these on the host, then half the rows, half the length, and again. text receives them; returns what they need, 0
 // when nothing fits. Options that save nothing are not named. Nothing is prepared afterwards.
 static size_t gpu_nearest_fit(const Model *m, int64_t B, int64_t T, size_t left, char text[256]) {
     Model x = *m;
@@ -3728,9 +3792,10 @@ static size_t gpu_nearest_fit(const Model *m, int64_t B, int64_t T, size_t left,
         const char *flag = "";
         if (step == 1) { strcpy(x.c.recompute, "block"); flag = " --recompute block"; }
         else if (step == 2) { strcpy(x.c.replay_store, "ef"); flag = " --replay-store ef"; }
-        else if (step > 2 && rows > 1) snprintf(sizes[0], sizeof sizes[0], " --batch-size %lld", (long long)(rows /= 2));
-        else if (step > 2 && length > 3) snprintf(sizes[1], sizeof sizes[1], " --seq-len %lld", (long long)(length = length / 4 * 2)); // even, as the copy task wants it
-        else if (step > 2) return 0;
+        else if (step == 3) { x.c.replay_offload = 1; flag = " --replay-offload 1"; }
+        else if (step > 3 && rows > 1) snprintf(sizes[0], sizeof sizes[0], " --batch-size %lld", (long long)(rows /= 2));
+        else if (step > 3 && length > 3) snprintf(sizes[1], sizeof sizes[1], " --seq-len %lld", (long long)(length = length / 4 * 2)); // even, as the copy task wants it
+        else if (step > 3) return 0;
         gpu_prepare(&x, rows, length);
         bytes = G_.g.arena.peak;
         gpu_unprepare();
@@ -3759,6 +3824,16 @@ static void gpu_open(Model *m, int64_t B, int64_t T) {
     CUDA_CHECK(cudaMalloc(&g->arena.base, G_.bytes));
     CUDA_CHECK(cudaMemset(g->arena.base, 0, G_.bytes));
     g->arena.used = g->arena.peak = 0;
+    if (g->waiting) {
+        Offload *x = &G_.offload;
+        if (x->pinned.peak && cudaMallocHost(&x->pinned.base, x->pinned.peak) != cudaSuccess) die("--replay-offload 1: the host has no %zu MiB of pinned memory for the selections", x->pinned.peak >> 20);
+        x->pinned.used = 0;
+        CUDA_CHECK(cudaStreamCreateWithFlags(&x->copies, cudaStreamNonBlocking));
+        for (int s = 0; s < 2; s++) {
+            CUDA_CHECK(cudaEventCreateWithFlags(&x->used[s], cudaEventDisableTiming));
+            CUDA_CHECK(cudaEventCreateWithFlags(&x->copied[s], cudaEventDisableTiming));
+        }
+    }
     gpu_plan_walk(&g->arena);
     for (int i = 0; i < 2; i++) {
         Model *x = models[i];
@@ -3801,6 +3876,16 @@ static void gpu_close(void) {
         if (captured[i].exec) CUDA_CHECK(cudaGraphExecDestroy(captured[i].exec));
     n_captured = 0;
     cublasLtDestroy(lt);
+    if (G_.g.waiting) {
+        Offload *x = &G_.offload;
+        CUDA_CHECK(cudaStreamSynchronize(x->copies));
+        CUDA_CHECK(cudaStreamDestroy(x->copies));
+        if (x->pinned.base) CUDA_CHECK(cudaFreeHost(x->pinned.base));
+        for (int s = 0; s < 2; s++) {
+            CUDA_CHECK(cudaEventDestroy(x->used[s]));
+            CUDA_CHECK(cudaEventDestroy(x->copied[s]));
+        }
+    }
     CUDA_CHECK(cudaFree(G_.g.arena.base));
     if (G_.staging) {
         CUDA_CHECK(cudaFreeHost(G_.staging));
@@ -3925,8 +4010,7 @@ static Verdict gpu_compare(Model *h, int print) {
     v.cosine = 1;
     model_forward(h);
     gpu_forward(h);
-    CUDA_CHECK(cudaStreamSynchronize(stream));
-    CUDA_CHECK(cudaGetLastError());
+    CUDA_CHECK(cudaDeviceSynchronize());
     int64_t k = h->c.topk, T = h->T, N = h->N;
     int32_t *sel = (int32_t *)xalloc((size_t)(N * k) * sizeof(int32_t));
     real *dots = (real *)xalloc((size_t)(h->c.HI * T) * sizeof(real));
@@ -3936,7 +4020,7 @@ static Verdict gpu_compare(Model *h, int print) {
         if (!is_sparse(l->letter)) continue;
         int64_t upstream = v.differ;
         if (l->packed) {
-            gpu_copy(g->layers[j].packed, l->packed, (size_t)(N * l->packing.words) * sizeof(uint32_t), cudaMemcpyHostToDevice);
+            gpu_copy(g->layers[j].packed, l->packed, (size_t)(N * l->packing.words) * sizeof(uint32_t), cudaMemcpyDefault); // on the device, or pinned
             continue;
         }
         gpu_copy(sel, g->layers[j].sel, (size_t)(N * k) * sizeof(int32_t), cudaMemcpyDeviceToHost);
@@ -4025,6 +4109,7 @@ static void gpu_report(void) {
 // Which kernels the layers run, and why not the faster ones; once for each letter of the pattern.
 static void gpu_report_paths(void) {
     const Model *g = &G_.g;
+    if (g->waiting && g->N <= GRAPH_ROWS) printf("no CUDA graphs: with --replay-offload 1 a second stream takes part in every pass\n");
     const char *small = sizeof(floatX) == sizeof(float) ? "float32" : "no kernel for these sizes";
     const char *const paths[] = {"wgmma, a key and value for each head", "matrix products over chunks of queries", "tensor cores over gathered rows", "plain kernels"}; // as core_path()
     char seen[8] = "";
