@@ -66,10 +66,12 @@ static void whole_step(const char *layers, int64_t T, int64_t B, int64_t k, int 
 
 // Steps of AdamW on both sides from the same start, each choosing for itself; returns the device's parameters' checksum.
 // The third pass on is replayed from a CUDA graph. Rounding may swap a candidate, after which the two sides drift apart a little.
-static uint64_t some_steps(const char *layers, int64_t steps, int compare, const char *recompute) {
+static uint64_t some_steps(const char *layers, int64_t steps, int compare, const char *recompute, const char *store, int offload) {
     Config c = small_config(layers, 130, 2, 9, "deepseek_v32");
     Model m, h;
     strcpy(c.recompute, recompute);
+    strcpy(c.replay_store, store);
+    c.replay_offload = offload;
     c.warmup_dense = steps / 4;
     small_model(&m, &c);
     small_model(&h, &c); // the tokens are drawn again, but both sides get m's
@@ -153,18 +155,54 @@ static void generation(const char *layers) {
     model_free(&m);
 }
 
+// The options that gpu_nearest_fit() names, set in a configuration, need the bytes that it says, and these fit.
+static void nearest_fit(const char *layers) {
+    Config c = small_config(layers, 128, 4, 9, "deepseek_v32");
+    Model m;
+    char text[256], set[256], *save = NULL;
+    size_t all, left, bytes;
+    c.sample_every = 0;
+    small_model(&m, &c);
+    Arena host = m.arena;
+    gpu_plan(&m);
+    all = m.arena.peak;
+    for (int i = 0; i < 8; i++) {
+        left = i ? LT_WORKSPACE + (size_t)draw((int64_t)(all - LT_WORKSPACE)) : all - 1;
+        bytes = gpu_nearest_fit(&m, 4, 128, left, text);
+        if (!bytes) {
+            m.c.B = 1; m.c.T = 2;
+            strcpy(m.c.recompute, "block");
+            strcpy(m.c.replay_store, "ef");
+            m.c.replay_offload = 1;
+            gpu_plan(&m);
+            check(m.arena.peak > left, "%s: %zu bytes are too few for any run", layers, left);
+        } else {
+            m.c = c;
+            strcpy(set, text);
+            for (char *name = strtok_r(set, " ", &save); name; name = strtok_r(NULL, " ", &save)) config_set(&m.c, name + 2, strtok_r(NULL, " ", &save), "test");
+            gpu_plan(&m);
+            check(m.arena.peak == bytes && bytes <= left, "%s: %zu bytes are left, and a run with%s needs %zu", layers, left, text, bytes);
+        }
+        m.c = c;
+    }
+    m.arena = host;
+    model_free(&m);
+}
+
 #include "dev/test/kernels.h"
 
 int main(int argc, char **argv) {
     seed = check_seed(argc, argv);
     int small = argc > 2 && !strcmp(argv[2], "small"); // the grid for compute-sanitizer
-    const char *patterns[] = {"D", "F", "DS", "W", "C", "H", "Q", "DSFWCHQ"};
+    const char *patterns[] = {"D", "F", "DS", "W", "C", "H", "Q", "DSFWCHSQ"}, *stores[] = {"int32", "u16", "ef", "u16", "ef"}; // the second S reads what C has taken the place of
     int64_t lengths[] = {1, 63, 65, 127, 130, 257};
     gpu_report();
     cpu_engine = engine;
     gpu_engine();
     gpu_engine_ = engine;
     test_kernels(small);
+    nearest_fit("DS");
+    nearest_fit("WCHQF");
     for (sizes = 0; sizes < 3; sizes++)
         for (int p = 0; p < 8; p++) {
             for (int t = 0; t < 6; t++) {
@@ -178,15 +216,16 @@ int main(int argc, char **argv) {
     for (sizes = 0; sizes < 2 && !small; sizes++) {
         whole_step("DCQ", 1025, 1, 300, 0, "deepseek_v32"); // several compactions of the candidate buffer
         for (int p = 0; p < 8; p++) {
-            if (sizes == 0) some_steps(patterns[p], 20, 1, "none");
+            if (sizes == 0) some_steps(patterns[p], 20, 1, "none", "u16", 0);
             uint64_t again = draws; // the same inputs each time
-            uint64_t a = some_steps(patterns[p], 50, 0, "none");
+            uint64_t a = some_steps(patterns[p], 50, 0, "none", "u16", 0);
             draws = again;
-            uint64_t b = some_steps(patterns[p], 50, 0, "none");
-            draws = again;
-            uint64_t r = some_steps(patterns[p], 50, 0, "block");
+            uint64_t b = some_steps(patterns[p], 50, 0, "none", "u16", 0);
             check(a == b, "%s: two runs of 50 steps give identical parameters (%016llx)", patterns[p], (unsigned long long)a);
-            check(a == r, "%s: recomputation with replay gives identical parameters", patterns[p]);
+            for (int r = 0; r < 5; r++) {
+                draws = again;
+                check(a == some_steps(patterns[p], 50, 0, "block", stores[r], r > 2), "%s: recomputation with replay from %s%s gives identical parameters", patterns[p], stores[r], r > 2 ? " on the host" : "");
+            }
         }
     }
     return check_summary();

@@ -16,7 +16,7 @@ Contents, in the order in which the data flows
    5  activations          one plan of all buffers, made before the first step
    6  matrix product       a blocked, vectorised kernel
    7  layers               RMSNorm, LayerNorm, RoPE, SwiGLU, embedding: forward and backward
-   8  selection            index scores, HyTopK (streaming) and the table arm, the control selectors
+   8  selection            index scores, HyTopK (streaming) and the table arm, the control selectors; packing what is kept
    9  sparse attention     one core for every layer letter, with the indexer's KL, forward and backward
   10  attention layers     what a letter puts around the core: projections, index queries, index keys
   11  the model            classifier and loss, forward, backward
@@ -156,9 +156,9 @@ typedef struct {
     int64_t rope_original;
     // the run
     char preset[256], train[256], val[256], task[256], tokenizer[256], out[256], resume[256], generate[256], prompt[256];
-    char selector[256], topk_method[256], index_target[256], schedule[256], recompute[256];
+    char selector[256], topk_method[256], index_target[256], schedule[256], recompute[256], replay_store[256];
     int64_t T, B, accum, steps, warmup, warmup_dense, decay_steps, doc_mask, seed, threads;
-    int64_t eval_every, eval_batches, sample_every, sample_tokens, save_every, keep, probe, dry_run, replay, verify, phases;
+    int64_t eval_every, eval_batches, sample_every, sample_tokens, save_every, keep, probe, dry_run, replay, replay_offload, verify, phases;
     double lr, index_lr_mult, min_lr, weight_decay, beta1, beta2, adam_eps, clip, kl_coef;
     int64_t top_k;
     double temperature, top_p;
@@ -239,6 +239,8 @@ static const Option OPTIONS[] = {
     {"topk", 's', F_(topk_method), "hytopk", 0, 0, "hytopk|table", 0, "streaming top-k, or the whole score row first; the same set"},
     {"recompute", 's', F_(recompute), "none", 0, 0, "none|block", 0, "block: keep layer inputs and selections, recompute the rest in backward"},
     {"replay", 'i', F_(replay), "1", 0, 1, NULL, 0, "with --recompute block: 1 reuses the stored selection, 0 selects again"},
+    {"replay-store", 's', F_(replay_store), "u16", 0, 0, "int32|u16|ef", 0, "with --recompute block: kept selections as they are, as 16 bits and a page, or as Elias-Fano (about 12)"},
+    {"replay-offload", 'i', F_(replay_offload), "0", 0, 1, NULL, 0, "CUDA trainer: packed selections wait in pinned host memory, and come back one layer ahead"},
     {"seed", 'i', F_(seed), "1337", 0, 9e15, NULL, 0, "of the initial values, the data order and the samples"},
     {"threads", 'i', F_(threads), "0", 0, 4096, NULL, 0, "CPU threads; 0 takes all. Results do not depend on it"},
     {"eval-every", 'i', F_(eval_every), "50", 0, 1 << 30, NULL, 0, "steps between evaluations; 0 is never"},
@@ -380,6 +382,8 @@ static void config_check(const Config *c) {
         if (is_v4(letter) && c->H % c->o_groups) die("--num-attention-heads (%lld) must be a multiple of --o-groups (%lld)", (long long)c->H, (long long)c->o_groups);
         if (letter == 'Q' && c->H % c->kv_heads) die("--num-attention-heads (%lld) must be a multiple of --num-key-value-heads (%lld)", (long long)c->H, (long long)c->kv_heads);
     }
+    if (c->replay_offload && (strcmp(c->recompute, "block") || !strcmp(c->replay_store, "int32")))
+        die("--replay-offload 1 moves packed selections: it takes --recompute block and --replay-store u16 or ef, got %s and %s", c->recompute, c->replay_store);
     if (!strcmp(c->task, "copy") && c->T % 2) die("--task copy needs an even --seq-len, got %lld", (long long)c->T);
     if (c->decay_steps > c->steps) die("--decay-steps (%lld) must not exceed --steps (%lld)", (long long)c->decay_steps, (long long)c->steps);
 }
@@ -567,6 +571,13 @@ typedef struct {
     double init;    // > 0: normal with this deviation; 0: zeros; < 0: ones
 } Tensor;
 
+// How a row of a selection is packed while it waits for the backward pass (section 8).
+typedef struct {
+    int ef, low;                 // Elias-Fano, else 16 bits and a page; Elias-Fano: low bits of a candidate
+    int64_t k, slots;            // slots of an unpacked row; those that can hold a candidate
+    int64_t head, words;         // 32-bit words of the first part and of the whole
+} Packing;
+
 // One attention layer's handles and buffers. Everything a letter needs stands here; rows are (b, t). A letter differs
 // in how queries, KV rows, index queries and index keys are made; what a candidate is, is the geometry below.
 typedef struct {
@@ -591,7 +602,9 @@ typedef struct {
     real *x;                     // (N, C) layer input
     real *rows;                  // (B, n_rows, R) KV rows. MLA: latent | rotated key. C H W: key = value. Q: keys | values
     real *k_index;               // (B, n_cand, DI) index keys
-    int32_t *sel;                // (N, k) chosen candidates, ascending, -1 behind the last
+    int32_t *sel;                // (N, k) chosen candidates, ascending, -1 behind the last; see Model.sel
+    uint32_t *packed;            // (N, packing.words) the same, while other layers use sel; else NULL
+    Packing packing;
     real *q_index, *w_index;     // (N, HI, DI) index queries, (N, HI) head weights, scales included
     real *comp, *icomp;          // C H: (N, 2, width) values and gates before pooling; Q: icomp (N, HI + 1, DI) raw index projections
     // recomputable from x
@@ -607,12 +620,13 @@ typedef struct {
     real *ika, *mean_k, *rstd_k; // (B, n_cand, DI) index keys before their norm, (B, n_cand) each
     real *rstd_iq;               // (HI, N) Q: of the index queries' norm
     real *x2, *xn2, *rstd2;      // (N, C) after attention, normed, (N)
-    real *g, *u, *act;           // (N, F) gate, up, silu(gate) * up
+    real *g, *u, *act;           // (N, F) gate, up, silu(gate) * up; backward leaves their gradients there
 } Layer;
 
 // One line of the memory plan: all buffers of one name together.
 typedef struct { char name[64]; size_t bytes; } PlanItem;
-typedef struct { char *base; size_t used, peak, act_bytes; PlanItem items[96]; int n_items; } Arena; // act_bytes: of one activation; 0: sizeof(real)
+// act_bytes: of one activation; 0: sizeof(real). pinned: what a device's plan needs besides, on the host
+typedef struct { char *base; size_t used, peak, act_bytes, pinned; PlanItem items[96]; int n_items; } Arena;
 
 // What the KL cannot see: how much of dense attention the selection covers, on sampled queries (means over queries).
 typedef struct { int64_t queries; double mass, recall, window_mass, oracle_mass; int64_t n; } Probe;
@@ -633,19 +647,21 @@ typedef struct {
     int64_t n_params;             // with padding
     real *params, *grads, *m, *v; // flat, by the table
     Layer *layers;
-    Arena arena;
+    int32_t *sel;                 // (N, k) with recomputation: the one selection that is unpacked; layers' sel point here
+    int held;                     // the layer whose selection that is; -1: none
+    Arena arena, *waiting;        // waiting: where packed selections are planned; NULL: with all else
     // buffers that belong to no layer
     int32_t *tokens, *targets;    // (N)
     int32_t *doc;                 // (N) first position of the row's document
     real *cos_sin;                // (ROPE_KINDS, T, rope/2, 2), section 7
-    real *xf, *rstd_f, *y;        // (N, C) final normed, (N), (N, C) branch output
+    real *xf, *rstd_f, *y;        // (N, C) final normed, (N), (N, C) branch output (the CUDA trainer's products add the residual: it has none)
     int64_t logit_rows;           // rows of a chunk of logits
     real *logits, *all_logits;    // (logit_rows, Vp); (N, V) when a test asks for them, else NULL
     float *row_loss, *row_kl;     // (N)
     int32_t *row_hit;             // (N) 1 where the likeliest token is the target
     real *last_x;                 // (N, C) output of the last block
     // backward
-    real *dx, *dxn, *d_att, *d_oa, *d_oc, *d_qrow, *d_rows, *d_q, *d_qr, *d_kva, *d_act, *d_g, *d_u;
+    real *dx, *dxn, *d_att, *d_oa, *d_oc, *d_qrow, *d_rows, *d_q, *d_qr, *d_kva;
     real *d_qi, *d_wi, *d_ki, *d_ki2; // (N, HI, DI), (N, HI), (B, n_cand, DI) twice: after and before their norm
     real *d_comp, *d_ent, *d_sink; // as comp, ent; (N, H)
     real *lane_rows, *lane_ki;    // (LANES, n_rows, R), (LANES, n_cand, DI) partial sums, see section 9
@@ -833,7 +849,8 @@ static void model_free(Model *m) {
 // ----------------------------------------------------------------------------
 // 5. Activations
 // activations_plan() walks all buffers once to add up their sizes and once more to hand out the memory, so the
-// printed plan is the allocation. Layer buffers that can be recomputed share one place when they need not last.
+// printed plan is the allocation. Buffers that are never needed at the same time share one place: those of the layers
+// when they can be recomputed, and the parts of a pass that follow one another (plan_walk).
 
 // Note bytes under a name, as a line of the plan.
 static void plan_note(Arena *a, const char *name, size_t bytes) {
@@ -887,6 +904,20 @@ static void plan_layer_index(Model *m, Layer *l, Arena *a, const char *name) {
     l->w_index = plan_real(a, name, m->N * c->HI);
 }
 
+// With recomputation: whether a layer's selection outlasts it: for replay, or for the S layers that read it.
+static int selection_kept(const Model *m, const Layer *l) {
+    int kept = (int)m->c.replay;
+    for (int64_t i = 0; i < m->c.L; i++) kept |= m->layers[i].letter == 'S' && m->layers + m->layers[i].source == l;
+    return kept;
+}
+
+// Whether a layer has no buffer of its own for its selection as attention reads it, but takes its turn with Model.sel.
+static int selection_takes_turns(const Model *m, const Layer *l) {
+    return is_sparse(l->letter) && m->training && !strcmp(m->c.recompute, "block") && !(selection_kept(m, l) && !strcmp(m->c.replay_store, "int32"));
+}
+
+static Packing packing_of(int ef, int64_t k, int64_t n_cand);
+
 // Buffers that outlast the layer: its input and its selection; caches while generating; index queries and keys when
 // other layers' attention will still teach this layer's indexer.
 static void plan_layer_kept(Model *m, Layer *l, Arena *a) {
@@ -895,13 +926,18 @@ static void plan_layer_kept(Model *m, Layer *l, Arena *a) {
     l->n_rows = m->T + (is_v4(l->letter) ? l->n_cand : 0);
     l->cos_sin = m->cos_sin + m->T * c->rope * (is_mla(l->letter) ? ROPE_MLA : l->letter == 'C' || l->letter == 'H' ? ROPE_COMPRESS : ROPE_PLAIN);
     l->x = plan_act(a, "layer inputs", m->N * c->C);
-    if (is_sparse(l->letter)) l->sel = plan_int(a, "selections", m->N * c->topk);
+    l->packed = NULL;
+    if (selection_takes_turns(m, l)) {
+        l->sel = m->sel;
+        l->packing = packing_of(!strcmp(c->replay_store, "ef"), c->topk, l->n_cand);
+        if (selection_kept(m, l)) l->packed = (uint32_t *)plan_int(m->waiting ? m->waiting : a, "selections", m->N * l->packing.words);
+    } else if (is_sparse(l->letter)) l->sel = plan_int(a, "selections", m->N * c->topk);
     if (!m->training) plan_layer_keys(m, l, a, "KV rows (cache)");
     if (is_sparse(l->letter) && (!m->training || !strcmp(c->index_target, "served"))) plan_layer_index(m, l, a, "index queries and keys");
 }
 
-// Everything else of a layer.
-static void plan_layer_scratch(Model *m, Layer *l, Arena *a) {
+// A layer's attention, from the normed input to the input of the output projection.
+static void plan_layer_attention(Model *m, Layer *l, Arena *a) {
     const Config *c = &m->c;
     int64_t N = m->N, H = c->H;
     const char *name = "layer activations";
@@ -933,12 +969,17 @@ static void plan_layer_scratch(Model *m, Layer *l, Arena *a) {
         if (l->letter == 'Q') l->rstd_iq = plan_real(a, name, N * c->HI);
         if (m->training && strcmp(c->index_target, "served")) plan_layer_index(m, l, a, name);
     }
-    l->x2 = plan_act(a, name, N * c->C);
-    l->xn2 = plan_act(a, name, N * c->C);
-    l->rstd2 = plan_real(a, name, N);
-    l->g = plan_act(a, name, N * c->F);
-    l->u = plan_act(a, name, N * c->F);
-    l->act = plan_act(a, name, N * c->F);
+}
+
+// A layer's MLP, with the norm before it.
+static void plan_layer_mlp(Model *m, Layer *l, Arena *a) {
+    const char *name = "layer activations";
+    l->x2 = plan_act(a, name, m->N * m->c.C);
+    l->xn2 = plan_act(a, name, m->N * m->c.C);
+    l->rstd2 = plan_real(a, name, m->N);
+    l->g = plan_act(a, name, m->N * m->c.F);
+    l->u = plan_act(a, name, m->N * m->c.F);
+    l->act = plan_act(a, name, m->N * m->c.F);
 }
 
 // Bytes one thread needs: for selection (scores of a block of queries, candidate buffers or the table's rows) or
@@ -953,9 +994,21 @@ static size_t thread_scratch(const Model *m) {
     return (size_t)(max64(select, attend) + 63) / 64 * 64;
 }
 
+// End a group of buffers that shares its place, from start on, with the groups before it: the next one starts there again.
+// end: where the longest so far ends; returns it with this one taken in.
+static size_t plan_group(Arena *a, size_t start, size_t end) {
+    end = a->used > end ? a->used : end;
+    a->used = start;
+    return end;
+}
+
+// In the order of a pass, what is alive when: a layer's attention, then its MLP, forward; the classifier once all layers
+// are done; backward a layer's MLP, then its attention, which has the gradients of section 10 to itself. So MLP, classifier
+// and those gradients share one place; the MLP's buffers only when no other layer's wait for backward.
 static void plan_walk(Model *m, Arena *a) {
     const Config *c = &m->c;
-    int64_t N = m->N;
+    int shared = !m->training || !strcmp(c->recompute, "block"); // all layers share one place
+    int64_t N = m->N, H = c->H, q = 0, att = 0, oa = 0, qrow = 0, oc = 0, rows = 0, kva = 0, comp = 0, ent = 0, lane = 0;
     m->tokens = plan_int(a, "tokens, targets, documents", N);
     m->targets = plan_int(a, "tokens, targets, documents", N);
     m->doc = plan_int(a, "tokens, targets, documents", N);
@@ -963,49 +1016,59 @@ static void plan_walk(Model *m, Arena *a) {
     m->row_loss = (float *)plan_int(a, "tokens, targets, documents", N);
     m->row_kl = (float *)plan_int(a, "tokens, targets, documents", N);
     m->cos_sin = plan_real(a, "RoPE tables", ROPE_KINDS * m->T * c->rope);
+    int turns = 0;
+    for (int64_t l = 0; l < c->L; l++) turns |= selection_takes_turns(m, &m->layers[l]);
+    if (turns) m->sel = plan_int(a, "selection, unpacked", N * c->topk);
     for (int64_t l = 0; l < c->L; l++) plan_layer_kept(m, &m->layers[l], a);
     m->last_x = plan_act(a, "layer inputs", N * c->C);
-    m->xf = plan_act(a, "final norm, branch output", N * c->C);
     m->rstd_f = plan_real(a, "final norm, branch output", N);
-    m->y = plan_act(a, "final norm, branch output", N * c->C);
-    m->logits = plan_act(a, "logits of one chunk", m->logit_rows * m->Vp);
     m->scratch = (char *)plan_take(a, "scratch of the threads", m->scratch_bytes * (size_t)max_threads());
-    if (m->training) { // one set for all layers: as large as the largest needs
-        const char *name = "gradients of activations";
-        int64_t q = 0, att = 0, qrow = 0, oc = 0, rows = 0, kva = 0, comp = 0, ent = 0, lane = 0, H = c->H;
-        m->most_cand = 0;
-        for (int64_t i = 0; i < c->L; i++) {
-            const Layer *l = &m->layers[i];
-            q = max64(q, N * l->n_q);
-            att = max64(att, N * l->n_att);
-            qrow = max64(qrow, N * H * l->Dk);
-            oc = max64(oc, N * H * l->Dv);
-            rows = max64(rows, m->B * l->n_rows * l->R);
-            lane = max64(lane, l->n_rows * l->R);
-            kva = max64(kva, N * l->R);
-            m->most_cand = max64(m->most_cand, l->n_cand);
-            if (l->letter == 'C' || l->letter == 'H') {
-                comp = max64(comp, N * max64(comp_width(l, c->head_dim), comp_width(l, c->DI)));
-                ent = max64(ent, m->B * l->n_cand * l->R);
-            }
-            if (l->letter == 'Q') comp = max64(comp, N * (c->HI + 1) * c->DI);
+    const char *name = "gradients of activations"; // one set for all layers: as large as the largest needs
+    m->most_cand = 0;
+    for (int64_t i = 0; i < c->L; i++) {
+        const Layer *l = &m->layers[i];
+        q = max64(q, N * l->n_q);
+        att = max64(att, N * l->n_att);
+        qrow = max64(qrow, N * H * l->Dk);
+        oc = max64(oc, N * H * l->Dv);
+        rows = max64(rows, m->B * l->n_rows * l->R);
+        lane = max64(lane, l->n_rows * l->R);
+        kva = max64(kva, N * l->R);
+        m->most_cand = max64(m->most_cand, l->n_cand);
+        if (is_v4(l->letter)) oa = N * c->o_groups * c->o_lora;
+        if (l->letter == 'C' || l->letter == 'H') {
+            comp = max64(comp, N * max64(comp_width(l, c->head_dim), comp_width(l, c->DI)));
+            ent = max64(ent, m->B * l->n_cand * l->R);
         }
+        if (l->letter == 'Q') comp = max64(comp, N * (c->HI + 1) * c->DI);
+    }
+    if (m->training) {
         m->dx = plan_act(a, name, N * c->C);
         m->dxn = plan_act(a, name, N * c->C);
+        m->d_qi = plan_real(a, name, N * c->HI * c->DI); // sums over the layers that an indexer serves
+        m->d_wi = plan_real(a, name, N * c->HI);
+        m->d_ki = plan_real(a, name, m->B * m->most_cand * c->DI);
+    }
+    size_t start = a->used, end;
+    m->xf = plan_act(a, "final norm, branch output", N * c->C);
+    m->logits = plan_act(a, "logits of one chunk", m->logit_rows * m->Vp);
+    end = plan_group(a, start, 0);
+    if (m->lanes) m->y = plan_act(a, "final norm, branch output", N * c->C);
+    size_t mark = a->used;
+    for (int64_t l = 0; l < c->L && shared; l++) {
+        a->used = mark;
+        plan_layer_mlp(m, &m->layers[l], a);
+    }
+    end = plan_group(a, start, end);
+    if (m->training) {
         m->d_att = plan_act(a, name, att);
-        m->d_oa = plan_act(a, name, N * c->o_groups * c->o_lora);
+        m->d_oa = plan_act(a, name, oa);
         m->d_oc = plan_act(a, name, oc);
         m->d_qrow = plan_act(a, name, qrow);
         m->d_rows = plan_real(a, name, rows);
         m->d_q = plan_act(a, name, q);
         m->d_qr = plan_act(a, name, N * c->q_lora);
         m->d_kva = plan_act(a, name, kva);
-        m->d_act = plan_act(a, name, N * c->F);
-        m->d_g = plan_act(a, name, N * c->F);
-        m->d_u = plan_act(a, name, N * c->F);
-        m->d_qi = plan_real(a, name, N * c->HI * c->DI);
-        m->d_wi = plan_real(a, name, N * c->HI);
-        m->d_ki = plan_real(a, name, m->B * m->most_cand * c->DI);
         m->d_ki2 = plan_act(a, name, m->B * m->most_cand * c->DI);
         m->d_comp = plan_act(a, name, comp);
         m->d_ent = plan_act(a, name, ent);
@@ -1013,10 +1076,11 @@ static void plan_walk(Model *m, Arena *a) {
         m->lane_rows = plan_real(a, "partial sums of the lanes", m->lanes * lane);
         m->lane_ki = plan_real(a, "partial sums of the lanes", m->lanes * m->most_cand * c->DI);
     }
-    size_t mark = a->used;
+    a->used = mark = plan_group(a, start, end);
     for (int64_t l = 0; l < c->L; l++) {
-        if (!m->training || !strcmp(c->recompute, "block")) a->used = mark; // all layers share one place
-        plan_layer_scratch(m, &m->layers[l], a);
+        if (shared) a->used = mark;
+        plan_layer_attention(m, &m->layers[l], a);
+        if (!shared) plan_layer_mlp(m, &m->layers[l], a);
     }
 }
 
@@ -1046,6 +1110,7 @@ static void activations_plan(Model *m, int64_t B, int64_t T, int training, int o
 // The plan of a training run, parameters included, without allocating.
 static void plan_only(Model *m) {
     size_t p = (size_t)m->n_params * sizeof(real);
+    if (m->c.replay_offload) die("--replay-offload 1 is the CUDA trainer's: selections of this program are in the host's memory anyway");
     activations_plan(m, m->c.B, m->c.T, 1, 1);
     plan_note(&m->arena, "parameters", p);
     plan_note(&m->arena, "gradients", p);
@@ -1059,6 +1124,7 @@ static void plan_print(const Model *m) {
     printf("memory plan (MiB)\n");
     for (int i = 0; i < m->arena.n_items; i++) printf("  %-32s %10.1f\n", m->arena.items[i].name, (double)m->arena.items[i].bytes / mib);
     printf("  %-32s %10.1f\n", "total", (double)m->arena.peak / mib);
+    if (m->arena.pinned) printf("  %-32s %10.1f\n", "pinned memory of the host", (double)m->arena.pinned / mib);
 }
 
 // ----------------------------------------------------------------------------
@@ -1191,10 +1257,10 @@ static void linear_forward(real *y, const real *x, const real *w, int64_t n, int
     matmul(y, out, x, in, 1, w, 1, in, n, out, in, 0);
 }
 
-// dx[n, in] (+)= dy[n, out] w[out, in] unless dx is NULL; dw[out, in] += dy^T x
+// dw[out, in] += dy^T x; then dx[n, in] (+)= dy[n, out] w[out, in] unless dx is NULL. dx may be x: it is read before.
 static void linear_backward(real *dx, int add_dx, real *dw, const real *dy, const real *x, const real *w, int64_t n, int64_t in, int64_t out) {
-    if (dx) matmul(dx, in, dy, out, 1, w, in, 1, n, in, out, add_dx);
     matmul(dw, in, dy, 1, out, x, in, 1, out, in, n, 1);
+    if (dx) matmul(dx, in, dy, out, 1, w, in, 1, n, in, out, add_dx);
 }
 
 // ----------------------------------------------------------------------------
@@ -1367,6 +1433,7 @@ static void swiglu_forward(real *act, const real *g, const real *u, int64_t n) {
     for (int64_t i = 0; i < n; i++) act[i] = g[i] / (1 + exp_real(-g[i])) * u[i];
 }
 
+// dg may be g, du may be u.
 static void swiglu_backward(real *dg, real *du, const real *dact, const real *g, const real *u, int64_t n) {
     #pragma omp parallel for simd schedule(static)
     for (int64_t i = 0; i < n; i++) {
@@ -1568,6 +1635,77 @@ static void select_forward(Model *m, Layer *l) {
         int64_t t0 = start + (per_row - 1 - j / m->B) * block, nq = min64(block, end - t0);
         (table ? select_table : select_hytopk)(m, l, b, t0, nq, my_scratch(m));
     }
+}
+
+// Stored selections. With recomputation a selection is made forward and read again backward. In between only a packed
+// form is kept, rows of a fixed number of 32-bit words:
+//   u16    for each page of 65536 candidates the number of slots up to its end, then the low 16 bits of each slot. Slots
+//          ascend, so a slot's page is the first whose number exceeds the slot's: 16 bits a slot and little more
+//   ef     Elias-Fano: the low bits of each slot one behind the other, then the rest in unary: bit (candidate >> low) + j
+//          set for slot j, so that the j-th set bit, less j, is slot j's high part. With low = log2(n_cand / k) that is
+//          about low + 2 bits a slot, less than half a bit above what any code needs
+// -1 behind the last slot costs nothing: u16's last number, ef's set bits tell how many slots there are.
+static Packing packing_of(int ef, int64_t k, int64_t n_cand) {
+    Packing p = {ef, 0, k, min64(k, n_cand), (n_cand + 65535) / 65536, 0};
+    if (!ef) {
+        p.words = p.head + (p.slots + 1) / 2;
+        return p;
+    }
+    while (p.slots && n_cand >> (p.low + 1) >= p.slots) p.low++;
+    p.head = (p.slots * p.low + 31) / 32;
+    p.words = p.head + (p.slots ? p.slots + ((n_cand - 1) >> p.low) + 31 : 0) / 32;
+    return p;
+}
+
+// to[words] from row[k]: ascending candidates below n_cand, -1 behind the last.
+static void pack_row(const Packing *p, uint32_t *to, const int32_t *row) {
+    memset(to, 0, (size_t)p->words * sizeof *to);
+    for (int64_t j = 0; j < p->slots && row[j] >= 0; j++) {
+        uint32_t x = (uint32_t)row[j];
+        if (!p->ef) {
+            to[x >> 16]++;
+            to[p->head + j / 2] |= (x & 0xffff) << j % 2 * 16;
+            continue;
+        }
+        int64_t at = j * p->low, bit = (int64_t)(x >> p->low) + j;
+        uint64_t low = (uint64_t)(x & (((uint32_t)1 << p->low) - 1)) << at % 32;
+        to[at / 32] |= (uint32_t)low;
+        if (low >> 32) to[at / 32 + 1] |= (uint32_t)(low >> 32);
+        to[p->head + bit / 32] |= (uint32_t)1 << bit % 32;
+    }
+    for (int64_t page = 1; !p->ef && page < p->head; page++) to[page] += to[page - 1];
+}
+
+// row[k] from what pack_row() made of it.
+static void unpack_row(const Packing *p, int32_t *row, const uint32_t *from) {
+    int64_t j = 0;
+    const uint32_t *second = from + p->head;
+    for (int64_t page = 0; !p->ef && page < p->head; page++)
+        for (; j < from[page]; j++) row[j] = (int32_t)(page << 16 | (second[j / 2] >> j % 2 * 16 & 0xffff));
+    for (int64_t bit = 0; p->ef && bit < (p->words - p->head) * 32; bit++) {
+        if (!(second[bit / 32] >> bit % 32 & 1)) continue;
+        int64_t at = j * p->low, x = (bit - j) << p->low;
+        if (p->low) x |= (int64_t)((from[at / 32] | (uint64_t)from[at / 32 + 1] << 32) >> at % 32 & (((uint64_t)1 << p->low) - 1)); // the word behind is ours, too
+        row[j++] = (int32_t)x;
+    }
+    while (j < p->k) row[j++] = -1;
+}
+
+// Keep the selection that l has just made.
+static void selection_store(Model *m, const Layer *l) {
+    m->held = (int)(l - m->layers);
+    if (!l->packed) return;
+    #pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < m->N; i++) pack_row(&l->packing, l->packed + i * l->packing.words, l->sel + i * l->packing.k);
+}
+
+// Make sure that the selection that l reads, its own or its source's, is unpacked.
+static void selection_restore(Model *m, const Layer *l) {
+    const Layer *src = &m->layers[l->source];
+    if (!src->packed || m->held == l->source) return;
+    m->held = l->source;
+    #pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < m->N; i++) unpack_row(&src->packing, src->sel + i * src->packing.k, src->packed + i * src->packing.words);
 }
 
 // ----------------------------------------------------------------------------
@@ -2333,9 +2471,13 @@ static void attention_forward(Model *m, Layer *l) {
     (mla ? mla_forward : v4 ? v4_forward : qsa_forward)(m, l);
     if (is_sparse(l->letter)) {
         (mla ? mla_index_forward : v4 ? v4_index_forward : qsa_index_forward)(m, l);
-        if (!m->fixed_selection && (!m->dense || m->probe.queries)) select_forward(m, l);
-        if (m->probe.queries) probe_layer(m, l);
+        if (!m->fixed_selection && (!m->dense || m->probe.queries)) {
+            select_forward(m, l);
+            selection_store(m, l);
+        }
     }
+    if (l->source >= 0 && !attends_to_all(m, l)) selection_restore(m, l);
+    if (is_sparse(l->letter) && m->probe.queries) probe_layer(m, l);
     sparse_attention_forward(m, l);
     (mla ? mla_output_forward : v4 ? v4_output_forward : qsa_output_forward)(m, l);
 }
@@ -2367,7 +2509,7 @@ static void residual_forward(real *out, const real *a, const real *b, int64_t n)
     for (int64_t i = 0; i < n; i++) out[i] = a[i] + b[i];
 }
 
-// One block, pre-norm: x2 = x + attention(norm(x)); next = x2 + mlp(norm(x2)).
+// One block, pre-norm: x2 = x + attention(norm(x)); next = x2 + mlp(norm(x2)). next NULL: only what backward needs.
 static void block_forward(Model *m, Layer *l, real *next) {
     const Config *c = &m->c;
     int64_t C = c->C, F = c->F, n = m->nr, r0 = m->r0, at = r0 * C;
@@ -2378,18 +2520,19 @@ static void block_forward(Model *m, Layer *l, real *next) {
     linear_forward(l->g + r0 * F, l->xn2 + at, param(m, l->gate), n, C, F);
     linear_forward(l->u + r0 * F, l->xn2 + at, param(m, l->up), n, C, F);
     swiglu_forward(l->act + r0 * F, l->g + r0 * F, l->u + r0 * F, n * F);
+    if (!next) return;
     linear_forward(m->y + at, l->act + r0 * F, param(m, l->down), n, F, C);
     residual_forward(next + at, l->x2 + at, m->y + at, n * C);
 }
 
-// dx holds the gradient to the block's output and receives that to its input.
+// dx holds the gradient to the block's output and receives that to its input. The MLP's gradients replace its activations.
 static void block_backward(Model *m, Layer *l) {
     const Config *c = &m->c;
     int64_t C = c->C, F = c->F, N = m->N;
-    linear_backward(m->d_act, 0, grad(m, l->down), m->dx, l->act, param(m, l->down), N, F, C);
-    swiglu_backward(m->d_g, m->d_u, m->d_act, l->g, l->u, N * F);
-    linear_backward(m->dxn, 0, grad(m, l->gate), m->d_g, l->xn2, param(m, l->gate), N, C, F);
-    linear_backward(m->dxn, 1, grad(m, l->up), m->d_u, l->xn2, param(m, l->up), N, C, F);
+    linear_backward(l->act, 0, grad(m, l->down), m->dx, l->act, param(m, l->down), N, F, C);
+    swiglu_backward(l->g, l->u, l->act, l->g, l->u, N * F);
+    linear_backward(m->dxn, 0, grad(m, l->gate), l->g, l->xn2, param(m, l->gate), N, C, F);
+    linear_backward(m->dxn, 1, grad(m, l->up), l->u, l->xn2, param(m, l->up), N, C, F);
     rmsnorm_backward(m->dx, C, 1, grad(m, l->post_norm), m->dxn, C, l->rstd2, l->x2, C, param(m, l->post_norm), 0, N, C);
     attention_backward(m, l, m->dx);
     rmsnorm_backward(m->dx, C, 1, grad(m, l->input_norm), m->dxn, C, l->rstd, l->x, C, param(m, l->input_norm), 0, N, C);
@@ -2446,6 +2589,7 @@ static void find_documents(Model *m) {
 // call may add rows: keys and values of the earlier ones stand in the buffers.
 static void model_forward(Model *m) {
     int64_t C = m->c.C;
+    m->held = -1;
     find_documents(m);
     memset(m->row_kl + m->r0, 0, (size_t)m->nr * sizeof(float));
     #pragma omp parallel for schedule(static)
@@ -2458,6 +2602,7 @@ static void model_forward(Model *m) {
 // Backward pass after model_forward with learning set: adds to the gradients of all parameters, fills row_kl.
 static void model_backward(Model *m) {
     int64_t C = m->c.C, N = m->N;
+    m->held = -1;
     memset(m->row_kl, 0, (size_t)N * sizeof(float));
     clear_index_grads(m, m->most_cand);
     rmsnorm_backward(m->dx, C, 0, grad(m, m->final_norm), m->dxn, C, m->rstd_f, m->last_x, C, param(m, m->final_norm), 0, N, C);
@@ -2467,7 +2612,7 @@ static void model_backward(Model *m) {
             Probe probe = m->probe;
             m->fixed_selection |= (int)m->c.replay;
             m->probe.queries = 0;
-            block_forward(m, &m->layers[l], m->y); // its output is not needed: the branch buffer takes it
+            block_forward(m, &m->layers[l], NULL);
             m->fixed_selection = fixed;
             m->probe = probe;
         }

@@ -81,6 +81,16 @@ typedef struct {
 } Sums;
 typedef struct { float lr[2], decay[2], fix1, inv2; } StepNumbers; // by index: learning rate, 1 - rate * weight_decay
 
+// --replay-offload: packed selections wait in pinned host memory. Two buffers on the device stand between; a second stream
+// copies. What a stream does to a buffer waits for what the other did to it last: the host waits for nothing.
+typedef struct {
+    Arena pinned;                // the layers' packed selections
+    uint32_t *stage[2];          // (N, packing.words) on the device
+    int holds[2], turn, backward; // the layer whose selection a buffer holds or will hold, -1: none; the buffer to fill next; in the backward pass
+    cudaStream_t copies;
+    cudaEvent_t used[2], copied[2]; // by the main stream, by the second one
+} Offload;
+
 // Device memory as the plan of train_cpu.c, and what only this program needs.
 typedef struct {
     Model g, row;                // buffers on the device: for training, and for generation
@@ -107,6 +117,7 @@ typedef struct {
     float *mass, *candidate_mass; // (queries, slots) probabilities summed over heads; (queries, k) the teacher's
     void *sort_space;
     size_t sort_bytes;
+    Offload offload;
     Chunk *chunks;               // the table of parameters, cut up
     int64_t n_chunks;
     double *norm_parts;          // (n_chunks)
@@ -325,10 +336,10 @@ template <class Y> static void gpu_linear_forward(Y *y, const Y *residual, const
     gpu_matmul(y, out, residual, x, in, 1, w, 1, in, n, out, in);
 }
 
-// dx (+)= dy w unless dx is NULL; dw += dy^T x, in float
+// dw += dy^T x, in float; then dx (+)= dy w unless dx is NULL. dx may be x: it is read before.
 static void gpu_linear_backward(floatX *dx, int add_dx, float *dw, const floatX *dy, const floatX *x, const floatX *w, int64_t n, int64_t in, int64_t out) {
-    if (dx) gpu_matmul(dx, in, add_dx ? dx : (floatX *)NULL, dy, out, 1, w, in, 1, n, in, out);
     gpu_matmul(dw, in, dw, dy, 1, out, x, in, 1, out, in, n);
+    if (dx) gpu_matmul(dx, in, add_dx ? dx : (floatX *)NULL, dy, out, 1, w, in, 1, n, in, out);
 }
 
 // ----------------------------------------------------------------------------
@@ -495,6 +506,7 @@ template <int V> __global__ static void swiglu_forward_kernel(floatX *act, const
     for (int v = 0; v < V; v++) a[v] = a[v] / (1 + expf(-a[v])) * b[v];
     store<V>(act + i, a);
 }
+// dg may be g, du may be u: a thread reads its values before it writes them.
 template <int V> __global__ static void swiglu_backward_kernel(floatX *dg, floatX *du, const floatX *dact, const floatX *g, const floatX *u, int64_t n) {
     int64_t i = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) * V;
     float a[V], b[V], d[V];
@@ -1844,6 +1856,134 @@ static void gpu_select_forward(Model *g, Layer *l) {
     if (!G_.timed) return;
     CUDA_CHECK(cudaMemsetAsync(G_.hashes + c.layer, 0, sizeof *G_.hashes, stream));
     hash_kernel<<<1024, BLOCK, 0, stream>>>(G_.hashes + c.layer, l->sel, (int64_t)c.N * c.k);
+}
+
+// Stored selections: pack_row() and unpack_row() of train_cpu.c, one warp a row. Each word, and each slot, is made by one
+// thread alone: nothing is added up in memory.
+
+// First slot that is empty, or for which (candidate >> shift) + step * slot reaches the bound: these ascend.
+__device__ static int first_slot(const int32_t *row, int slots, int shift, int step, int bound) {
+    int lo = 0, hi = slots;
+    while (lo < hi) {
+        int mid = (lo + hi) / 2;
+        if (row[mid] >= 0 && (row[mid] >> shift) + step * mid < bound) lo = mid + 1;
+        else hi = mid;
+    }
+    return lo;
+}
+__global__ static void pack_kernel(Packing p, uint32_t *packed, const int32_t *sel, int64_t n) {
+    int64_t i = (blockIdx.x * (int64_t)BLOCK + threadIdx.x) / WARP;
+    int lane = threadIdx.x % WARP, slots = (int)p.slots, head = (int)p.head;
+    if (i >= n) return;
+    const int32_t *row = sel + i * p.k;
+    uint32_t *to = packed + i * p.words, mask = ((uint32_t)1 << p.low) - 1;
+    for (int w = lane; w < (int)p.words; w += WARP) {
+        uint32_t word = 0;
+        int from = 32 * (w < head ? w : w - head), j; // first bit of this word in its part
+        if (!p.ef && w < head) word = (uint32_t)first_slot(row, slots, 16, 0, w + 1);
+        else if (!p.ef) {
+            for (j = from / 16; j < min(from / 16 + 2, slots) && row[j] >= 0; j++) word |= ((uint32_t)row[j] & 0xffff) << j % 2 * 16;
+        } else if (w < head) {
+            for (j = from / p.low; j < slots && j * p.low < from + 32 && row[j] >= 0; j++) {
+                int at = j * p.low - from; // negative: this word has the upper part of slot j's bits
+                word |= at < 0 ? ((uint32_t)row[j] & mask) >> -at : ((uint32_t)row[j] & mask) << at;
+            }
+        } else {
+            for (j = first_slot(row, slots, p.low, 1, from); j < slots && row[j] >= 0 && (row[j] >> p.low) + j < from + 32; j++) word |= (uint32_t)1 << ((row[j] >> p.low) + j - from);
+        }
+        to[w] = word;
+    }
+}
+__global__ static void unpack_kernel(Packing p, int32_t *sel, const uint32_t *packed, int64_t n) {
+    int64_t i = (blockIdx.x * (int64_t)BLOCK + threadIdx.x) / WARP;
+    int lane = threadIdx.x % WARP, head = (int)p.head, words = (int)p.words, filled = 0;
+    if (i >= n) return;
+    int32_t *row = sel + i * p.k;
+    const uint32_t *from = packed + i * p.words, *second = from + head;
+    if (!p.ef) {
+        filled = head ? (int)from[head - 1] : 0;
+        for (int j = lane; j < filled; j += WARP) {
+            int lo = 0, hi = head - 1; // the first page that ends behind slot j
+            while (lo < hi) {
+                int mid = (lo + hi) / 2;
+                if ((int)from[mid] > j) hi = mid;
+                else lo = mid + 1;
+            }
+            row[j] = (int32_t)((uint32_t)lo << 16 | (second[j / 2] >> j % 2 * 16 & 0xffff));
+        }
+    }
+    for (int w0 = 0; p.ef && w0 < words - head; w0 += WARP) { // a word of the high part a thread
+        uint32_t word = w0 + lane < words - head ? second[w0 + lane] : 0;
+        int upto = __popc(word), count = upto;
+        for (int o = 1; o < WARP; o *= 2) {
+            int before = __shfl_up_sync(0xffffffffu, upto, o);
+            upto += lane >= o ? before : 0;
+        }
+        for (int j = filled + upto - count; word; j++, word &= word - 1) {
+            int at = j * p.low;
+            uint32_t x = (uint32_t)(32 * (w0 + lane) + __ffs((int)word) - 1 - j) << p.low;
+            if (p.low) x |= (uint32_t)((from[at / 32] | (uint64_t)from[at / 32 + 1] << 32) >> at % 32) & (((uint32_t)1 << p.low) - 1);
+            row[j] = (int32_t)x;
+        }
+        filled += __shfl_sync(0xffffffffu, upto, WARP - 1);
+    }
+    for (int j = filled + lane; j < (int)p.k; j += WARP) row[j] = -1;
+}
+
+// The packed selection of a layer between buffer s and the host, in the second stream.
+static void offload_copy(const Model *g, int layer, int s, cudaMemcpyKind kind) {
+    Offload *x = &G_.offload;
+    const Layer *l = &g->layers[layer];
+    size_t bytes = (size_t)(g->N * l->packing.words) * sizeof(uint32_t);
+    x->holds[s] = layer;
+    x->turn = !s;
+    CUDA_CHECK(cudaStreamWaitEvent(x->copies, x->used[s], 0));
+    CUDA_CHECK(cudaMemcpyAsync(kind == cudaMemcpyDeviceToHost ? l->packed : x->stage[s], kind == cudaMemcpyDeviceToHost ? x->stage[s] : l->packed, bytes, kind, x->copies));
+    CUDA_CHECK(cudaEventRecord(x->copied[s], x->copies));
+}
+// The buffer that holds a layer's packed selection, fetched when none does.
+static int offload_fetch(const Model *g, int layer) {
+    Offload *x = &G_.offload;
+    for (int s = 0; s < 2; s++)
+        if (x->holds[s] == layer) return s;
+    int s = x->turn;
+    offload_copy(g, layer, s, cudaMemcpyHostToDevice);
+    return s;
+}
+// In the backward pass: fetch the next selection that layers below this one will ask for.
+static void offload_ahead(const Model *g, int64_t layer) {
+    while (--layer >= 0) {
+        const Layer *l = &g->layers[layer];
+        if (l->source < 0 || l->source == g->held || attends_to_all(g, l) || !g->layers[l->source].packed) continue;
+        offload_fetch(g, l->source);
+        return;
+    }
+}
+
+// selection_store() and selection_restore() of train_cpu.c.
+static void gpu_selection_store(Model *g, const Layer *l) {
+    Offload *x = &G_.offload;
+    int s = x->turn;
+    g->held = (int)(l - g->layers);
+    if (!l->packed) return;
+    if (g->waiting) CUDA_CHECK(cudaStreamWaitEvent(stream, x->copied[s], 0));
+    pack_kernel<<<blocks_for(g->N * WARP, BLOCK), BLOCK, 0, stream>>>(l->packing, g->waiting ? x->stage[s] : l->packed, l->sel, g->N);
+    if (!g->waiting) return;
+    CUDA_CHECK(cudaEventRecord(x->used[s], stream));
+    offload_copy(g, g->held, s, cudaMemcpyDeviceToHost);
+}
+static void gpu_selection_restore(Model *g, const Layer *l) {
+    Offload *x = &G_.offload;
+    const Layer *src = &g->layers[l->source];
+    if (!src->packed || g->held == l->source) return;
+    g->held = l->source;
+    int s = g->waiting ? offload_fetch(g, l->source) : 0;
+    if (g->waiting) CUDA_CHECK(cudaStreamWaitEvent(stream, x->copied[s], 0));
+    unpack_kernel<<<blocks_for(g->N * WARP, BLOCK), BLOCK, 0, stream>>>(src->packing, src->sel, g->waiting ? x->stage[s] : src->packed, g->N);
+    if (!g->waiting) return;
+    CUDA_CHECK(cudaEventRecord(x->used[s], stream));
+    x->turn = !s;
+    if (x->backward) offload_ahead(g, l - g->layers);
 }
 
 // ----------------------------------------------------------------------------
@@ -4020,8 +4160,12 @@ static void gpu_attention_forward(Model *g, Layer *l) {
     (mla ? gpu_mla_forward : v4 ? gpu_v4_forward : gpu_qsa_forward)(g, l);
     if (is_sparse(l->letter)) {
         (mla ? gpu_mla_index_forward : v4 ? gpu_v4_index_forward : gpu_qsa_index_forward)(g, l);
-        if (!g->fixed_selection && !g->dense) gpu_select_forward(g, l);
+        if (!g->fixed_selection && !g->dense) {
+            gpu_select_forward(g, l);
+            gpu_selection_store(g, l);
+        }
     }
+    if (l->source >= 0 && !attends_to_all(g, l)) gpu_selection_restore(g, l);
     gpu_core_forward(g, l);
     (mla ? gpu_mla_output_forward : v4 ? gpu_v4_output_forward : gpu_qsa_output_forward)(g, l);
 }
@@ -4050,17 +4194,17 @@ static void gpu_block_forward(Model *g, Layer *l, floatX *next) {
     gpu_linear_forward(gate, none, xn2, weight(l->gate), n, C, F);
     gpu_linear_forward(up, none, xn2, weight(l->up), n, C, F);
     ELEMENTWISE(swiglu_forward_kernel, r0 * F % 8 == 0, n * F, act, gate, up);
-    gpu_linear_forward(next + r0 * C, x2, act, weight(l->down), n, F, C);
+    if (next) gpu_linear_forward(next + r0 * C, x2, act, weight(l->down), n, F, C);
 }
 
 static void gpu_block_backward(Model *g, Layer *l) {
     const Config *c = &g->c;
     int64_t C = c->C, F = c->F, N = g->N, T = g->T;
     floatX *dx = X(g->dx), *dxn = X(g->dxn);
-    gpu_linear_backward(X(g->d_act), 0, grad(g, l->down), dx, X(l->act), weight(l->down), N, F, C);
-    ELEMENTWISE(swiglu_backward_kernel, 1, N * F, X(g->d_g), X(g->d_u), X(g->d_act), X(l->g), X(l->u));
-    gpu_linear_backward(dxn, 0, grad(g, l->gate), X(g->d_g), X(l->xn2), weight(l->gate), N, C, F);
-    gpu_linear_backward(dxn, 1, grad(g, l->up), X(g->d_u), X(l->xn2), weight(l->up), N, C, F);
+    gpu_linear_backward(X(l->act), 0, grad(g, l->down), dx, X(l->act), weight(l->down), N, F, C);
+    ELEMENTWISE(swiglu_backward_kernel, 1, N * F, X(l->g), X(l->u), X(l->act), X(l->g), X(l->u));
+    gpu_linear_backward(dxn, 0, grad(g, l->gate), X(l->g), X(l->xn2), weight(l->gate), N, C, F);
+    gpu_linear_backward(dxn, 1, grad(g, l->up), X(l->u), X(l->xn2), weight(l->up), N, C, F);
     gpu_rmsnorm_backward(plain_rows(dx, C), 1, grad(g, l->post_norm), plain_rows(dxn, C), l->rstd2, plain_rows(X(l->x2), C), param(g, l->post_norm), 0, N, C, T);
     gpu_attention_backward(g, l);
     gpu_rmsnorm_backward(plain_rows(dx, C), 1, grad(g, l->input_norm), plain_rows(dxn, C), l->rstd, plain_rows(X(l->x), C), param(g, l->input_norm), 0, N, C, T);
@@ -4128,6 +4272,7 @@ static void gpu_blocks_forward(Model *g) {
 // The whole forward pass on the device: row_loss, row_hit and (evaluating) row_kl.
 static void gpu_pass_forward(Model *g) {
     int64_t C = g->c.C;
+    g->held = G_.offload.holds[0] = G_.offload.holds[1] = -1; // a captured pass runs whatever was unpacked before
     CUDA_CHECK(cudaMemsetAsync(g->row_kl, 0, (size_t)g->N * sizeof(float), stream));
     gpu_blocks_forward(g);
     gpu_rmsnorm_forward(plain_rows(X(g->xf), C), g->rstd_f, plain_rows(X(g->last_x), C), param(g, g->final_norm), 0, g->N, C, g->c.rms_eps, g->T);
@@ -4137,6 +4282,9 @@ static void gpu_pass_forward(Model *g) {
 // The whole backward pass: adds to the gradients, fills row_kl.
 static void gpu_pass_backward(Model *g) {
     int64_t C = g->c.C, N = g->N;
+    g->held = -1;
+    G_.offload.backward = 1;
+    if (g->waiting) offload_ahead(g, g->c.L);
     CUDA_CHECK(cudaMemsetAsync(g->row_kl, 0, (size_t)N * sizeof(float), stream));
     gpu_clear_index_grads(g, g->most_cand);
     gpu_rmsnorm_backward(plain_rows(X(g->dx), C), 0, grad(g, g->final_norm), plain_rows(X(g->dxn), C), g->rstd_f, plain_rows(X(g->last_x), C), param(g, g->final_norm), 0, N, C, g->T);
@@ -4144,11 +4292,12 @@ static void gpu_pass_backward(Model *g) {
         if (!strcmp(g->c.recompute, "block")) { // the selection is kept, not made again (unless --replay 0)
             int fixed = g->fixed_selection;
             g->fixed_selection |= (int)g->c.replay;
-            gpu_block_forward(g, &g->layers[l], X(g->y));
+            gpu_block_forward(g, &g->layers[l], NULL);
             g->fixed_selection = fixed;
         }
         gpu_block_backward(g, &g->layers[l]);
     }
+    G_.offload.backward = 0;
     gpu_inverse_lists(g->tokens, N, 1, N, g->c.V);
     embedding_backward_kernel<<<dim3((unsigned)g->c.V, blocks_for(C, WARP)), dim3(WARP, ROW_LANES), 0, stream>>>(grad(g, g->embed), X(g->dx), G_.list, G_.list_start, C);
 }
@@ -4221,7 +4370,7 @@ static void gpu_play(Model *g, int back) {
     void (*work)(Model *) = back ? gpu_pass_backward : gpu_pass_forward;
     Captured *x = captured;
     while (x < captured + n_captured && !(x->back == back && x->dense == g->dense && x->learning == g->learning && x->fixed == g->fixed_selection && x->loss_scale == g->loss_scale && x->kl_scale == g->kl_scale)) x++;
-    if (g->N > GRAPH_ROWS || G_.timed || x == captured + sizeof captured / sizeof captured[0]) {
+    if (g->N > GRAPH_ROWS || g->waiting || G_.timed || x == captured + sizeof captured / sizeof captured[0]) {
         work(g);
         return;
     }
@@ -4496,6 +4645,10 @@ static void gpu_plan_walk(Arena *a) {
         G_.norm_parts = (double *)plan_take(a, name, (size_t)G_.n_chunks * sizeof(double));
         G_.row_parts = (double *)plan_take(a, name, ROW_BLOCKS * 4 * sizeof(double));
     }
+    int64_t words = 0;
+    for (int64_t i = 0; i < c->L; i++)
+        if (selection_takes_turns(g, &g->layers[i]) && selection_kept(g, &g->layers[i])) words = max64(words, g->layers[i].packing.words);
+    for (int s = 0; s < 2 && g->waiting; s++) G_.offload.stage[s] = (uint32_t *)plan_int(a, "selections to and from the host", g->N * words);
     G_.sums = (Sums *)plan_take(a, name, sizeof(Sums));
     G_.step_numbers = (StepNumbers *)plan_take(a, name, sizeof(StepNumbers));
     G_.hashes = (unsigned long long *)plan_take(a, name, (size_t)c->L * sizeof *G_.hashes);
@@ -4545,13 +4698,48 @@ static void gpu_prepare(Model *m, int64_t B, int64_t T) {
     gpu_model(&G_.g, m, B, T, B > 0);
     if (!B || m->c.sample_every) gpu_model(&G_.row, m, 1, (int64_t)strlen(m->c.prompt) + 1 + m->c.sample_tokens, 0);
     for (int i = 0; i < m->n_tensors; i++) G_.n_chunks += (m->tensors[i].size + CHUNK_SIZE - 1) / CHUNK_SIZE;
+    if (B && m->c.replay_offload) G_.g.waiting = &G_.offload.pinned;
     gpu_plan_walk(&G_.g.arena);
+    G_.g.arena.pinned = G_.offload.pinned.peak;
+}
+// Forget what gpu_prepare() planned.
+static void gpu_unprepare(void) {
+    free(G_.g.layers);
+    free(G_.row.layers);
+    memset(&G_, 0, sizeof G_);
 }
 static void gpu_plan(Model *m) {
     gpu_prepare(m, m->c.B, m->c.T);
     m->arena = G_.g.arena;
-    free(G_.g.layers);
-    free(G_.row.layers);
+    gpu_unprepare();
+}
+
+// The nearest options with which training on B rows of T tokens fits into left bytes, found by planning again: recomputation,
+// the smaller selections, and these on the host, then half the rows, half the length, and again. text receives them; returns what they need, 0
+// when nothing fits. Options that save nothing are not named. Nothing is prepared afterwards.
+static size_t gpu_nearest_fit(const Model *m, int64_t B, int64_t T, size_t left, char text[256]) {
+    Model x = *m;
+    size_t bytes = SIZE_MAX;
+    int64_t rows = B, length = T;
+    char flags[128] = "", sizes[2][64] = {"", ""};
+    for (int step = 0; bytes > left; step++) {
+        size_t before = bytes;
+        Config as_before = x.c;
+        const char *flag = "";
+        if (step == 1) { strcpy(x.c.recompute, "block"); flag = " --recompute block"; }
+        else if (step == 2) { strcpy(x.c.replay_store, "ef"); flag = " --replay-store ef"; }
+        else if (step == 3) { x.c.replay_offload = 1; flag = " --replay-offload 1"; }
+        else if (step > 3 && rows > 1) snprintf(sizes[0], sizeof sizes[0], " --batch-size %lld", (long long)(rows /= 2));
+        else if (step > 3 && length > 3) snprintf(sizes[1], sizeof sizes[1], " --seq-len %lld", (long long)(length = length / 4 * 2)); // even, as the copy task wants it
+        else if (step > 3) return 0;
+        gpu_prepare(&x, rows, length);
+        bytes = G_.g.arena.peak;
+        gpu_unprepare();
+        if (bytes < before) strcat(flags, flag);
+        else x.c = as_before;
+    }
+    snprintf(text, 256, "%s%s%s", flags, sizes[0], sizes[1]);
+    return bytes;
 }
 
 // Take the memory and fill it; tables of RoPE, the chunks, the parameters.
@@ -4564,11 +4752,25 @@ static void gpu_open(Model *m, int64_t B, int64_t T) {
     G_.timed = (int)m->c.phases;
     G_.bytes = g->arena.peak;
     CUDA_CHECK(cudaMemGetInfo(&left, &total));
-    if (G_.bytes > left)
-        die("the device has %zu MiB free, but %zu MiB are needed: a smaller --batch-size or --seq-len, or --recompute block", left >> 20, G_.bytes >> 20);
+    if (G_.bytes > left) {
+        char text[256];
+        size_t needed = G_.bytes, fits = B ? gpu_nearest_fit(m, B, T, left, text) : 0;
+        if (fits) die("the device has %zu MiB free, but %zu MiB are needed; it fits with%s: %zu MiB", left >> 20, needed >> 20, text, fits >> 20);
+        die("the device has %zu MiB free, but %zu MiB are needed, and no shorter row makes it fit", left >> 20, needed >> 20);
+    }
     CUDA_CHECK(cudaMalloc(&g->arena.base, G_.bytes));
     CUDA_CHECK(cudaMemset(g->arena.base, 0, G_.bytes));
     g->arena.used = g->arena.peak = 0;
+    if (g->waiting) {
+        Offload *x = &G_.offload;
+        if (x->pinned.peak && cudaMallocHost(&x->pinned.base, x->pinned.peak) != cudaSuccess) die("--replay-offload 1: the host has no %zu MiB of pinned memory for the selections", x->pinned.peak >> 20);
+        x->pinned.used = 0;
+        CUDA_CHECK(cudaStreamCreateWithFlags(&x->copies, cudaStreamNonBlocking));
+        for (int s = 0; s < 2; s++) {
+            CUDA_CHECK(cudaEventCreateWithFlags(&x->used[s], cudaEventDisableTiming));
+            CUDA_CHECK(cudaEventCreateWithFlags(&x->copied[s], cudaEventDisableTiming));
+        }
+    }
     gpu_plan_walk(&g->arena);
     for (int i = 0; i < 2; i++) {
         Model *x = models[i];
@@ -4611,6 +4813,16 @@ static void gpu_close(void) {
         if (captured[i].exec) CUDA_CHECK(cudaGraphExecDestroy(captured[i].exec));
     n_captured = 0;
     cublasLtDestroy(lt);
+    if (G_.g.waiting) {
+        Offload *x = &G_.offload;
+        CUDA_CHECK(cudaStreamSynchronize(x->copies));
+        CUDA_CHECK(cudaStreamDestroy(x->copies));
+        if (x->pinned.base) CUDA_CHECK(cudaFreeHost(x->pinned.base));
+        for (int s = 0; s < 2; s++) {
+            CUDA_CHECK(cudaEventDestroy(x->used[s]));
+            CUDA_CHECK(cudaEventDestroy(x->copied[s]));
+        }
+    }
     CUDA_CHECK(cudaFree(G_.g.arena.base));
     for (int i = 0; i < G_.most_marks; i++) CUDA_CHECK(cudaEventDestroy(G_.marks[i].at));
     free(G_.marks);
@@ -4727,9 +4939,9 @@ static double take_over(real *host, const floatX *device, int64_t n) {
 // The same step on both sides. h is a host model with its buffers planned, tokens and targets set, learning. Selections
 // are compared first: where the sets differ, the reference's scores of the swapped candidates must lie within rounding of
 // its k-th (unless an earlier layer chose differently: then this one's inputs differ by more). Then the device takes the
-// reference's selections. The reference's backward takes the device's index queries and keys, once these have been
-// compared: the gradient of a relu jumps where a dot product crosses 0, and bf16 moves one in seven hundred across. What follows
-// compares arithmetic alone.
+// reference's selections; with recomputation there is only this, for scores need the index queries of all layers. The
+// reference's backward takes the device's index queries and keys, once these have been compared: the gradient of a relu
+// jumps where a dot product crosses 0, and bf16 moves one in seven hundred across. What follows compares arithmetic alone.
 static Verdict gpu_compare(Model *h, int print) {
     Model *g = &G_.g;
     Verdict v;
@@ -4737,8 +4949,7 @@ static Verdict gpu_compare(Model *h, int print) {
     v.cosine = 1;
     model_forward(h);
     gpu_forward(h);
-    CUDA_CHECK(cudaStreamSynchronize(stream));
-    CUDA_CHECK(cudaGetLastError());
+    CUDA_CHECK(cudaDeviceSynchronize());
     int64_t k = h->c.topk, T = h->T, N = h->N;
     int32_t *sel = (int32_t *)xalloc((size_t)(N * k) * sizeof(int32_t));
     real *dots = (real *)xalloc((size_t)(h->c.HI * T) * sizeof(real));
@@ -4747,6 +4958,10 @@ static Verdict gpu_compare(Model *h, int print) {
         Layer *l = &h->layers[j];
         if (!is_sparse(l->letter)) continue;
         int64_t upstream = v.differ;
+        if (l->packed) {
+            gpu_copy(g->layers[j].packed, l->packed, (size_t)(N * l->packing.words) * sizeof(uint32_t), cudaMemcpyDefault); // on the device, or pinned
+            continue;
+        }
         gpu_copy(sel, g->layers[j].sel, (size_t)(N * k) * sizeof(int32_t), cudaMemcpyDeviceToHost);
         for (int64_t i = 0; i < N && strcmp(h->c.recompute, "block"); i++) { // scores need this layer's index queries
             int64_t a = 0, b = 0, lo, hi;
@@ -4837,6 +5052,7 @@ static void gpu_report(void) {
 // Which kernels the layers run, and why not the faster ones; once for each letter of the pattern.
 static void gpu_report_paths(void) {
     const Model *g = &G_.g;
+    if (g->waiting && g->N <= GRAPH_ROWS) printf("no CUDA graphs: with --replay-offload 1 a second stream takes part in every pass\n");
     const char *small = sizeof(floatX) == sizeof(float) ? "float32" : "no kernel for these sizes";
     const char *const paths[] = {"wgmma, a key and value for each head", "matrix products over chunks of queries", "tensor cores over gathered rows", "plain kernels"}; // as core_path()
     char seen[8] = "";
@@ -4873,6 +5089,7 @@ int main(int argc, char **argv) {
     gpu_engine();
     if (!prepare(&c, &m, data, &tok, argc, argv)) return 0;
     if (!strcmp(c.selector, "oracle")) die("--selector oracle: expected indexer, random or window; only ./train_cpu computes the attention that the oracle needs");
+    if (c.verify && !strcmp(c.recompute, "block") && !c.replay) die("--verify 1 lets both sides use one selection: --replay 0 keeps none");
     gpu_report();
     if (c.probe) printf("probe: not on the device yet, recall@k and mass@k are left out\n");
     if (c.verify) activations_plan(&m, c.B, c.T, 1, 0);

@@ -779,6 +779,27 @@ static void test_inverse_lists(int64_t B, int64_t T, int64_t k, int64_t n_cand) 
     report("inverse_lists", B * T, k);
 }
 
+// Rows packed by the device have the words of pack_row(), and come back; rows of every filling, runs and spread.
+static void test_packing(int ef, int64_t n, int64_t k, int64_t n_cand) {
+    Packing p = packing_of(ef, k, n_cand);
+    int32_t *sel = (int32_t *)array(n * k), *words = (int32_t *)array(max64(1, n * p.words));
+    for (int64_t i = 0; i < n; i++) {
+        int64_t full = min64(k, n_cand), filled = i % 4 == 0 ? full : i % 4 == 1 ? i / 4 % 2 * min64(1, full) : draw(full + 1), spare = n_cand - filled, at = i % 3 ? 0 : spare;
+        for (int64_t j = 0; j < k; j++) {
+            if (i % 3 == 1 && j < filled) at = (int64_t)(((double)j + (double)draw(1000) / 1000) / (double)filled * (double)(spare + 1));
+            if (i % 3 == 2 && draw(20) == 0) at += draw(spare - at + 1);
+            sel[i * k + j] = j < filled ? (int32_t)(at + j) : -1;
+        }
+        pack_row(&p, (uint32_t *)words + i * p.words, sel + i * k);
+    }
+    int32_t *packed = take<int32_t>(n * p.words, 0), *back = take<int32_t>(n * k, 0);
+    pack_kernel<<<blocks_for(n * WARP, BLOCK), BLOCK, 0, stream>>>(p, (uint32_t *)packed, put_ints(sel, n * k), n);
+    unpack_kernel<<<blocks_for(n * WARP, BLOCK), BLOCK, 0, stream>>>(p, back, (uint32_t *)packed, n);
+    expect_ints(packed, words, n * p.words);
+    expect_ints(back, sel, n * k);
+    report(ef ? "packing, ef" : "packing, u16", k, n_cand);
+}
+
 // ---- sums over rows, optimizer
 
 static void test_row_sums(Model *m, int64_t n) {
@@ -971,6 +992,8 @@ static void test_kernels(int small) {
         check(again > 0, "rows whose guess fails are met (%lld) and done again", (long long)again);
     }
     open_model(&m, "D", 65, 9);
+    const int64_t slots[] = {1, 9, 1000, 1024, 2048}, candidates[] = {1, 70, 1023, 1025, 65535, 65536, 65537, 1 << 20, 4 << 20};
+    for (int i = 0; i < 2 * 5 * 9; i++) test_packing(i % 2, 63, slots[i / 2 % 5], candidates[i / 10]);
     for (int add = 0; add < 3; add++) one_matmul<float>(1, 40, 65, 1, 1, 0, add, 0, 1);
     report("matmul, both strides 1", 1, 65); // the gradient of a projection to one head: --index-n-heads 1
     close_model(&m);

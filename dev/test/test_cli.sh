@@ -106,6 +106,10 @@ bad_tiny "two choices" "--schedule takes one of cosine|wsd" --schedule "cosine|w
 bad_tiny "empty choice" "--task takes one of" --task ""
 bad_tiny "unknown preset" "--preset takes one of tiny|copy|glm|v4flash|qsa|small|d12|d24|d48, got 'huge'" --preset huge
 bad_tiny "too long text" "--prompt takes at most 255 characters" --prompt "$(printf '%0300d' 0)"
+bad_tiny "bad store" "--replay-store takes one of int32|u16|ef, got 'bytes'" --replay-store bytes
+bad_tiny "offload of nothing" "--replay-offload 1 moves packed selections: .*got none and u16" --replay-offload 1
+bad_tiny "offload of int32" "--replay-offload 1 moves packed selections: .*got block and int32" --recompute block --replay-store int32 --replay-offload 1
+bad_tiny "offload on the CPU" "--replay-offload 1 is the CUDA trainer's" --recompute block --replay-offload 1
 bad_tiny "bad layer letters" "--layers takes a pattern of the letters D, S, F, C, H, W, Q, got 'DX'" --layers DX
 bad_tiny "empty layers" "--layers takes a pattern" --layers ""
 bad_tiny "S before D" "--layers: layer 0 is S, but no D before it" --layers SD
@@ -410,6 +414,8 @@ train table --steps 4 --topk table
 equal "--topk table and hytopk give the same model" threads1/step_000004 table/step_000004
 train block --steps 4 --recompute block
 equal "--recompute block gives the same model" threads1/step_000004 block/step_000004
+train ef --steps 4 --recompute block --replay-store ef
+equal "--replay-store ef gives the same model" threads1/step_000004 ef/step_000004
 train again --steps 4 --recompute block --replay 0
 equal "--replay 0 gives the same model" threads1/step_000004 again/step_000004
 train seeds --steps 4 --seed 1338

@@ -701,14 +701,15 @@ static void test_incremental(const char *layers, int style) {
 // Recomputation, replay and the number of threads give the same bits, whatever the buffers held before; the counter
 // shows who scans the index scores again (faults 51 to 53). n_sparse: layers with an indexer.
 static void test_same_bits(const char *layers, int n_sparse, int dense) {
-    static const struct { const char *recompute; int replay, threads; } runs[] = {{"none", 1, 1}, {"none", 1, 3}, {"block", 1, 1}, {"block", 1, 3}, {"block", 0, 3}, {"none", 1, 2}};
+    static const struct { const char *recompute, *store; int replay, threads; } runs[] = {
+        {"none", "u16", 1, 1}, {"none", "u16", 1, 3}, {"block", "int32", 1, 1}, {"block", "u16", 1, 3}, {"block", "ef", 1, 1}, {"block", "u16", 0, 3}, {"block", "int32", 0, 1}, {"none", "u16", 1, 2}};
     char more[200];
     uint64_t keep_drawn = drawn;
     real *g = NULL, *logits = NULL;
     float *kl = NULL;
     for (size_t r = 0; r < sizeof runs / sizeof runs[0] - (size_t)dense; r++) { // two threads only once: they wait by spinning, slow on a busy machine
         drawn = keep_drawn; // the same parameters and rows again
-        snprintf(more, sizeof more, "recompute=%s replay=%d index-topk=5 sliding-window=7 index-target=%s", runs[r].recompute, runs[r].replay, dense ? "served" : "own");
+        snprintf(more, sizeof more, "recompute=%s replay-store=%s replay=%d index-topk=5 sliding-window=7 index-target=%s", runs[r].recompute, runs[r].store, runs[r].replay, dense ? "served" : "own");
         threads(3); // buffers for three
         setup(layers, 2, 150, 1, more);
         threads(runs[r].threads);
@@ -727,8 +728,8 @@ static void test_same_bits(const char *layers, int n_sparse, int dense) {
         }
         int same = !memcmp(g, m.grads, bytes) && !memcmp(logits, m.all_logits, logit_bytes) && !memcmp(kl, m.row_kl, kl_bytes), finite = 1;
         for (int64_t j = 0; j < m.n_params; j++) finite &= isfinite(m.grads[j]) != 0;
-        check(same && finite && between == (dense ? 0 : n_sparse) && after - between == again, "%s%s, recompute %s, replay %d, %d threads: the same bits; %lld scans forward, %lld backward",
-              layers, dense ? ", dense stage" : "", runs[r].recompute, runs[r].replay, runs[r].threads, (long long)between, (long long)(after - between));
+        check(same && finite && between == (dense ? 0 : n_sparse) && after - between == again, "%s%s, recompute %s, store %s, replay %d, %d threads: the same bits; %lld scans forward, %lld backward",
+              layers, dense ? ", dense stage" : "", runs[r].recompute, runs[r].store, runs[r].replay, runs[r].threads, (long long)between, (long long)(after - between));
         threads(1);
         teardown();
     }
@@ -957,6 +958,7 @@ int main(int argc, char **argv) {
     }
     test_same_bits("WCHQDS", 3, 0);
     test_same_bits("WCHQDS", 3, 1);
+    test_same_bits("DCSQS", 3, 0); // S reads a selection that others have taken the place of
     for (int i = 0; i < 3; i++) {
         test_sink(letters[i], 1, 0, "");
         test_sink(letters[i], 2, 0, ""); // no entry is complete

@@ -810,25 +810,29 @@ static void fresh(Model *m, const Config *c) {
 
 static void test_recompute(const char *layers, const char *target) {
     Config c = training_config(layers, 2, 2 * ri(10, 30));
-    Model m[3];
+    static const struct { const char *recompute, *store; int64_t replay; } runs[] = {
+        {"none", "u16", 1}, {"block", "int32", 1}, {"block", "u16", 1}, {"block", "ef", 1}, {"block", "int32", 0}, {"block", "ef", 0}};
+    enum { RUNS = sizeof runs / sizeof runs[0] };
+    Model m[RUNS];
     int64_t d = 0;
-    double loss[3];
+    double loss[RUNS];
     strcpy(c.index_target, target);
     c.accum = 2;
     for (const char *p = layers; *p; p++) d += *p == 'D';
-    for (int i = 0; i < 3; i++) { // none, block with replay, block that selects again
-        strcpy(c.recompute, i ? "block" : "none");
-        c.replay = i != 2;
+    for (int i = 0; i < RUNS; i++) {
+        strcpy(c.recompute, runs[i].recompute);
+        strcpy(c.replay_store, runs[i].store);
+        c.replay = runs[i].replay;
         fresh(&m[i], &c);
         loss[i] = steps(&m[i], 0, 3);
     }
     int bits = 1;
-    for (int i = 1; i < 3; i++) bits &= same(m[i].params, m[0].params, m[0].n_params, sizeof(real)) && loss[i] == loss[0];
+    for (int i = 1; i < RUNS; i++) bits &= same(m[i].params, m[0].params, m[0].n_params, sizeof(real)) && loss[i] == loss[0];
     check(bits && isfinite(loss[0]), "recompute %s %s: three steps give the same bits", layers, target);
-    int64_t want = d * 2 * 2; // D layers, micro-batches, steps after the dense one
-    check(m[0].index_scans == want && m[1].index_scans == want && m[2].index_scans == 2 * want, "recompute %s: index scans %lld (none), %lld (replay), %lld (selecting again); expected %lld, %lld, %lld", layers,
-          (long long)m[0].index_scans, (long long)m[1].index_scans, (long long)m[2].index_scans, (long long)want, (long long)want, (long long)(2 * want));
-    for (int i = 0; i < 3; i++) done(&m[i]);
+    int64_t want = d * 2 * 2, scans = 1; // D layers, micro-batches, steps after the dense one
+    for (int i = 0; i < RUNS; i++) scans &= m[i].index_scans == (runs[i].replay ? want : 2 * want);
+    check((int)scans, "recompute %s: %lld index scans, with replay as without recomputation, twice as many when selecting again", layers, (long long)want);
+    for (int i = 0; i < RUNS; i++) done(&m[i]);
 }
 
 static void test_not_finite(void) {

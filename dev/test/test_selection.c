@@ -521,6 +521,46 @@ static void test_controls(void) {
     model_free(&m);
 }
 
+// ----------------------------------------------------------------------------
+// Stored selections
+
+enum { SPREAD, CLUSTERS, FIRST, LAST, ROW_KINDS };
+
+// n ascending candidates of n_cand, -1 behind: over the whole range, in runs, the first ones, the last ones.
+static void draw_row(int32_t *row, int64_t k, int64_t n, int64_t n_cand, int kind) {
+    int64_t spare = n_cand - n, at = kind == LAST ? spare : 0;
+    for (int64_t j = 0; j < k; j++) {
+        if (kind == SPREAD && j < n) at = (int64_t)(((double)j + uniform()) / (double)n * (double)(spare + 1));
+        if (kind == CLUSTERS && uniform() < 0.05) at += below(spare - at + 1);
+        row[j] = j < n ? (int32_t)(at + j) : -1;
+    }
+}
+
+// Rows of all fillings and kinds come back as they were; nothing is written behind the words that packing_of() says.
+static void test_packing(int64_t k, int64_t n_cand) {
+    for (int ef = 0; ef < 2; ef++) {
+        Packing p = packing_of(ef, k, n_cand);
+        int64_t most = min64(k, n_cand), wrong = 0, rows = 0;
+        const int64_t fillings[] = {0, 1, most - 1, most, below(most + 1), below(most + 1)};
+        int32_t *row = (int32_t *)xalloc((size_t)k * sizeof *row), *back = (int32_t *)xalloc((size_t)(k + 1) * sizeof *back);
+        uint32_t *packed = (uint32_t *)xalloc((size_t)(p.words + 1) * sizeof *packed);
+        for (int i = 0; i < 6; i++) {
+            for (int kind = 0; kind < ROW_KINDS && fillings[i] >= 0 && fillings[i] <= most; kind++, rows++) {
+                draw_row(row, k, fillings[i], n_cand, kind);
+                memset(packed, 0xa5, (size_t)(p.words + 1) * sizeof *packed);
+                memset(back, 0xa5, (size_t)(k + 1) * sizeof *back);
+                pack_row(&p, packed, row);
+                unpack_row(&p, back, packed);
+                wrong += memcmp(back, row, (size_t)k * sizeof *row) != 0 || packed[p.words] != 0xa5a5a5a5u || (uint32_t)back[k] != 0xa5a5a5a5u;
+            }
+        }
+        check(wrong == 0, "%s of %lld slots over %lld candidates: %lld rows come back (%lld words each)", ef ? "ef" : "u16", (long long)k, (long long)n_cand, (long long)rows, (long long)p.words);
+        free(row);
+        free(back);
+        free(packed);
+    }
+}
+
 int main(int argc, char **argv) {
     static const int64_t lengths[] = {1, 5, 63, 64, 65, 127, 130, 255, 256, 257, 600}, ks[] = {1, 3, 7, 64, 255, 256, 1000, 0}; // 0: more than T
     seed = check_seed(argc, argv);
@@ -550,6 +590,14 @@ int main(int argc, char **argv) {
     test_heads(3, 6, 0); // no power of two
     test_heads(5, 34, 1);
     test_controls();
+    static const int64_t candidates[] = {0, 1, 2, 100, 1023, 1024, 1025, 65535, 65536, 65537, 131072, 1 << 20, 4 << 20};
+    static const int64_t slots[] = {1, 2, 31, 33, 1000, 1024, 2048, 70000};
+    for (size_t i = 0; i < sizeof candidates / sizeof candidates[0]; i++)
+        for (size_t j = 0; j < sizeof slots / sizeof slots[0]; j++) test_packing(slots[j], candidates[i]);
+    test_packing(1 + below(5000), 1 + below(4 << 20));
+    int64_t bits[2];
+    for (int ef = 0; ef < 2; ef++) bits[ef] = 32 * packing_of(ef, 2048, 1 << 19).words;
+    check(bits[0] == 2048 * 16 + 8 * 32 && bits[1] == 2048 * 10, "2048 of 512K: u16 takes 16.1 bits a slot, ef 10");
     check(scratch_overruns == 0, "nothing is written behind a thread's scratch");
     return check_summary();
 }
