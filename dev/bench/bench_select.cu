@@ -357,7 +357,7 @@ int main(int argc, char **argv) {
     static const int cases[][4] = {{131072, 4, 64, 512}, {131072, 8, 64, 1024}, {131072, 16, 128, 2048}, {131072, 64, 128, 2048}, {1048576, 4, 64, 512}, {1048576, 8, 64, 1024}, {1048576, 16, 128, 2048}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         const int *x = cases[i];
-        gaussian(seed, rate, x[0], x[1], x[2], x[3], x[0] > 500000 ? 2 : 5, x[0] > 500000 ? 100 : 32);
+        gaussian(seed, rate, x[0], x[1], x[2], x[3], x[0] > 500000 ? 2 : 5, x[0] < 500000 ? 32 : x[1] == 8 ? 1000 : 100);
     }
     return 0;
 }
