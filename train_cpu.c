@@ -1035,6 +1035,7 @@ static void plan_walk(Model *m, Arena *a) {
         lane = max64(lane, l->n_rows * l->R);
         kva = max64(kva, N * l->R);
         m->most_cand = max64(m->most_cand, l->n_cand);
+        if (is_sparse(l->letter) && !m->lanes) oc = max64(oc, N * c->HI * (c->DI + 1)); // the CUDA trainer's rounded d_qi and d_wi take its place
         if (is_v4(l->letter)) oa = N * c->o_groups * c->o_lora;
         if (l->letter == 'C' || l->letter == 'H') {
             comp = max64(comp, N * max64(comp_width(l, c->head_dim), comp_width(l, c->DI)));

@@ -108,7 +108,6 @@ typedef struct {
     int multiprocessors;
     char *select;                // what a layer's selection works with: select_layout(), or a table of scores
     int64_t select_most;         // bytes that its lists or its table may have
-    floatX *index_grads;         // (N, HI * DI + HI) gradients to index queries and weights, as matrix products take them
     uint32_t *pair_key, *pair_key2, *pair, *pair2; // (queries * slots) row of each slot; query * slots + slot; and both sorted
     int2 *list;                  // (N * k) the inverse lists: query and slot, by candidate
     int32_t *list_start;         // (B * n_cand + 1) where a candidate's list starts
@@ -3801,13 +3800,14 @@ static void gpu_index_weights_forward(Model *g, Layer *l) {
     gpu_linear_forward(w, (float *)NULL, X(l->xn) + r0 * g->c.C, weight(l->iw), n, g->c.C, HI);
     ELEMENTWISE(scale_kernel, 1, n * HI, w, index_scale(&g->c));
 }
-// Gradients of the index query and head weight projections; d_qi is rotated back already.
+// Gradients of the index query and head weight projections; d_qi is rotated back already. Products take both rounded: in
+// d_oc, which the core has read.
 static void gpu_index_projections_backward(Model *g, Layer *l) {
     const Config *c = &g->c;
     int64_t N = g->N, HI = c->HI, DI = c->DI;
     ELEMENTWISE(scale_kernel, 1, N * HI, g->d_wi, index_scale(c));
-    gpu_linear_backward(NULL, 0, grad(g, l->iq), as_operand(g->d_qi, G_.index_grads, N * HI * DI), X(l->qr), weight(l->iq), N, c->q_lora, HI * DI);
-    gpu_linear_backward(NULL, 0, grad(g, l->iw), as_operand(g->d_wi, G_.index_grads + N * HI * DI, N * HI), X(l->xn), weight(l->iw), N, c->C, HI);
+    gpu_linear_backward(NULL, 0, grad(g, l->iq), as_operand(g->d_qi, X(g->d_oc), N * HI * DI), X(l->qr), weight(l->iq), N, c->q_lora, HI * DI);
+    gpu_linear_backward(NULL, 0, grad(g, l->iw), as_operand(g->d_wi, X(g->d_oc) + N * HI * DI, N * HI), X(l->xn), weight(l->iw), N, c->C, HI);
 }
 
 static void gpu_mla_index_forward(Model *g, Layer *l) {
@@ -4628,7 +4628,6 @@ static void gpu_plan_walk(Arena *a) {
         }
         G_.delta = plan_real(a, name, x.delta);
         G_.partial = plan_real(a, name, ROW_PARTS * x.wide);
-        G_.index_grads = (floatX *)plan_take(a, name, (size_t)(g->N * c->HI * (c->DI + 1)) * sizeof(floatX));
         G_.pair_key = (uint32_t *)plan_int(a, name, x.pairs);
         G_.pair_key2 = (uint32_t *)plan_int(a, name, x.pairs);
         G_.pair = (uint32_t *)plan_int(a, name, x.pairs);
