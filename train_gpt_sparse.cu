@@ -4616,7 +4616,9 @@ static void gpu_plan_walk(Arena *a) {
     G_.mass = plan_real(a, name, x.slots);
     G_.target = plan_real(a, name, x.kl_space / c->HI);
     G_.dots = plan_real(a, name, x.kl_space);
-    G_.select = (char *)plan_take(a, "selection of a chunk of queries", (size_t)x.select);
+    // Selection is done before attention begins, partial rows are made in backward: one place for both.
+    G_.select = (char *)plan_take(a, "selection, partial rows of a chunk", max((size_t)x.select, g->training ? (size_t)x.partial * sizeof(floatX) : 0));
+    G_.partial_rows = (floatX *)G_.select;
     name = "sums, inverse lists, optimizer";
     if (g->training) {
         if (x.by_head) {
@@ -4636,7 +4638,6 @@ static void gpu_plan_walk(Arena *a) {
         G_.list_start = plan_int(a, name, x.starts);
         G_.slot_of = plan_int(a, name, x.slots);
         G_.candidate_mass = plan_real(a, name, x.chosen);
-        G_.partial_rows = (floatX *)plan_take(a, "partial rows of a chunk", (size_t)x.partial * sizeof(floatX));
         G_.sort_bytes = 0;
         CUDA_CHECK(cub::DeviceRadixSort::SortPairs(NULL, G_.sort_bytes, G_.pair_key, G_.pair_key2, G_.pair, G_.pair2, (int)x.pairs, 0, 32, stream));
         G_.sort_space = plan_take(a, name, G_.sort_bytes);
