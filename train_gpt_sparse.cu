@@ -805,7 +805,7 @@ __device__ static int find_digit(const int *hist, int k, int *left) {
     return __shfl_sync(0xffffffffu, digit, who);
 }
 
-typedef struct { int hist[256], digit, left, count; uint32_t lo, hi; } Radix; // in shared memory
+typedef struct { int hist[256], digit, left, count; uint32_t lo, hi; } Radix; // in shared memory; count: values in the last digit's bin
 typedef struct { uint32_t bound; int ties; } Cut; // chosen are all above bound and, of those equal to it, the first "ties"
 
 // The k-th largest (1 <= k <= n) of load(0 .. n-1), by a whole block. Digits are taken from the range that the values really span: the
@@ -814,7 +814,7 @@ typedef struct { uint32_t bound; int ties; } Cut; // chosen are all above bound 
 template <class F> __device__ static Cut block_kth(F load, int n, int k, int digits, Radix *s) {
     uint32_t lo = 0xffffffffu, hi = 0, prefix = 0;
     __syncthreads();
-    if (threadIdx.x == 0) { s->lo = lo; s->hi = hi; }
+    if (threadIdx.x == 0) { s->lo = lo; s->hi = hi; s->count = n; }
     __syncthreads();
     for (int i = threadIdx.x; i < n; i += blockDim.x) {
         uint32_t x = load(i);
@@ -1151,9 +1151,45 @@ __device__ static int warp_keep(uint64_t *key, int n, uint64_t bound) {
     return kept;
 }
 
-// Rows of a list to do again, and why; RETRY_ROWS or fewer are each split over the keys between RETRY_PARTS blocks.
-typedef struct { int count, underflow, overflow, unused; } Retry;
+// Rows of a list to do again, and why; RETRY_ROWS or fewer are each split over the keys between RETRY_PARTS blocks. ties: rows of another list, whose
+// selection lacks only the first of many candidates that score the same.
+typedef struct { int count, underflow, overflow, ties; } Retry;
 enum { RETRY_ROWS = 64, RETRY_PARTS = 16 };
+
+// By a whole block, barriers included: the group of the rows row_of(0 .. qb-1), -1 for none.
+template <class F> __device__ static void set_group(Group *g, const Core &c, int qb, F row_of) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        g->from = INT32_MAX;
+        g->to = 0;
+        for (int j = 0; j < qb; j++) {
+            int row = row_of(j), lo = 0, n = 0;
+            if (row >= 0) gpu_visible(c, row, &lo, &n);
+            g->row[j] = row;
+            g->lo[j] = g->hi[j] = 0;
+            if (n <= c.k) continue; // takes all: nothing to score
+            g->lo[j] = row / c.T * c.n_cand + lo;
+            g->hi[j] = g->lo[j] + n;
+            g->from = min(g->from, g->lo[j]);
+            g->to = max(g->to, g->hi[j]);
+        }
+    }
+    __syncthreads();
+}
+// The group's queries and half weights to shared memory, zeros where there is no row or head.
+__device__ static void stage_queries(const Core &c, const Group &g, int qb, StreamShared s) {
+    int heads = max(c.HI, 2), nq = max(qb, 4), words = c.DI / 8;
+    for (int x = threadIdx.x; x < nq * heads * words; x += BLOCK) {
+        int p = x / words, d = x % words * 8, j = column_query(p, heads), h = column_head(p, heads);
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (j < qb && h < c.HI && g.row[j] >= 0) v = *(const uint4 *)(c.q_index + ((int64_t)g.row[j] * c.HI + h) * c.DI + d);
+        *(uint4 *)(s.q + p * (c.DI + PAD) + d) = v;
+    }
+    for (int x = threadIdx.x; x < nq * heads; x += BLOCK) {
+        int j = x / heads, h = x % heads;
+        s.w[x] = j < qb && h < c.HI && g.row[j] >= 0 ? 0.5f * c.w_index[(int64_t)g.row[j] * c.HI + h] : 0;
+    }
+}
 
 // qb (8, 4, 2 or 1) rows a block; warp j keeps the buffer of query j: it appends what is above tau in index order and cuts a full buffer to its k
 // largest. Rows first .. first + n_rows (list NULL; the last ones, which see most, first), or list[0 .. retry->count). The parts of a split row
@@ -1164,28 +1200,12 @@ template <int D> __global__ static void __launch_bounds__(BLOCK) stream_kernel(C
     __shared__ Group g;
     StreamShared s;
     stream_layout(c, qb, memory, &s);
-    int heads = max(c.HI, 2), nq = max(qb, 4), words = c.DI / 8, capacity = 2 * c.k + CHUNK_KEYS, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    int heads = max(c.HI, 2), nq = max(qb, 4), capacity = 2 * c.k + CHUNK_KEYS, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     int total = list ? retry->count : n_rows, groups = (total + qb - 1) / qb, parts = list && total <= RETRY_ROWS ? RETRY_PARTS : 1;
     uint64_t *key = s.buffer + (warp < qb ? warp : 0) * capacity;
     for (int item = blockIdx.x; item < groups * parts; item += gridDim.x) {
         int at = (groups - 1 - item / parts) * qb, part = item % parts;
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            g.from = INT32_MAX;
-            g.to = 0;
-            for (int j = 0; j < qb; j++) {
-                int row = at + j >= total ? -1 : list ? list[at + j] : first + at + j, lo = 0, n = 0;
-                if (row >= 0) gpu_visible(c, row, &lo, &n);
-                g.row[j] = row;
-                g.lo[j] = g.hi[j] = 0;
-                if (n <= c.k) continue; // takes all: nothing to score
-                g.lo[j] = row / c.T * c.n_cand + lo;
-                g.hi[j] = g.lo[j] + n;
-                g.from = min(g.from, g.lo[j]);
-                g.to = max(g.to, g.hi[j]);
-            }
-        }
-        __syncthreads();
+        set_group(&g, c, qb, [=](int j) { return at + j >= total ? -1 : list ? list[at + j] : first + at + j; });
         int row = warp < qb ? g.row[warp] : -1, lo = warp < qb ? g.lo[warp] : 0, hi = warp < qb ? g.hi[warp] : 0, from = g.from, to = g.to, n = 0;
         uint64_t tau = 0;
         if (parts > 1) { // this part's share, in whole chunks
@@ -1195,16 +1215,7 @@ template <int D> __global__ static void __launch_bounds__(BLOCK) stream_kernel(C
         }
         if (from < to) {
             stage_keys(c, from, s.key);
-            for (int x = threadIdx.x; x < nq * heads * words; x += BLOCK) {
-                int p = x / words, d = x % words * 8, j = column_query(p, heads), h = column_head(p, heads);
-                uint4 v = make_uint4(0, 0, 0, 0);
-                if (j < qb && h < c.HI && g.row[j] >= 0) v = *(const uint4 *)(c.q_index + ((int64_t)g.row[j] * c.HI + h) * c.DI + d);
-                *(uint4 *)(s.q + p * (c.DI + PAD) + d) = v;
-            }
-            for (int x = threadIdx.x; x < nq * heads; x += BLOCK) {
-                int j = x / heads, h = x % heads;
-                s.w[x] = j < qb && h < c.HI && g.row[j] >= 0 ? 0.5f * c.w_index[(int64_t)g.row[j] * c.HI + h] : 0;
-            }
+            stage_queries(c, g, qb, s);
         }
         for (int s0 = from; s0 < to; s0 += CHUNK_KEYS) {
             copies_done();
@@ -1260,17 +1271,79 @@ __global__ static void merge_kernel(Core c, int32_t *sel, const int *list, const
                     RETRY_PARTS * k, k, sel + (int64_t)row * k, &radix, shared, nans);
 }
 
+// Rows whose k-th best is one of many equal scores (a relu's zeros): all that are better stand in sel already, "have" of them. The first
+// k - have candidates with this value, in index order, complete the set: a short way from the start, mostly. qb rows a block, a warp each. Rows that have not
+// enough of them go to the list of those to do again.
+typedef struct { int row, have; float value; } Tie;
+template <int D> __global__ static void __launch_bounds__(BLOCK) tie_kernel(Core c, int32_t *sel, int qb, const Tie *ties, Retry *retry, int *retry_rows) {
+    extern __shared__ __align__(16) char memory[];
+    __shared__ Group g;
+    StreamShared s;
+    stream_layout(c, qb, memory, &s);
+    int heads = max(c.HI, 2), nq = max(qb, 4), total = retry->ties, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    for (int at = blockIdx.x * qb; at < total; at += gridDim.x * qb) {
+        set_group(&g, c, qb, [=](int j) { return at + j < total ? ties[at + j].row : -1; });
+        int mine = warp < qb && at + warp < total, row = mine ? g.row[warp] : 0, lo = mine ? g.lo[warp] : 0, hi = mine ? g.hi[warp] : 0, have = mine ? ties[at + warp].have : c.k;
+        int need = c.k - have, n = 0, base = row / c.T * c.n_cand;
+        uint32_t value = mine ? gpu_ordered(ties[at + warp].value) : 0;
+        int32_t *found = (int32_t *)(s.buffer + (mine ? warp : 0) * (2 * c.k + CHUNK_KEYS)), *better = found + c.k, *out = sel + (int64_t)row * c.k;
+        stage_keys(c, g.from, s.key);
+        stage_queries(c, g, qb, s);
+        for (int s0 = g.from, done = 0; s0 < g.to && !done; s0 += CHUNK_KEYS) {
+            copies_done();
+            __syncthreads();
+            score_chunk<D>(s, heads, nq);
+            __syncthreads();
+            if (s0 + CHUNK_KEYS < g.to) stage_keys(c, s0 + CHUNK_KEYS, s.key);
+            for (int i = lane; i < CHUNK_KEYS && n < need; i += WARP) {
+                int pass = s0 + i >= lo && s0 + i < hi && gpu_ordered(s.score[warp * SCORE_PITCH + i]) == value;
+                unsigned ballot = __ballot_sync(0xffffffffu, pass);
+                int place = n + __popc(ballot & ((1u << lane) - 1));
+                if (pass && place < need) found[place] = s0 + i - base;
+                n = min(need, n + __popc(ballot));
+            }
+            done = __syncthreads_and(n == need);
+        }
+        copies_done();
+        if (!mine) continue;
+        if (n < need) {
+            if (lane == 0) {
+                retry_rows[atomicAdd(&retry->count, 1)] = row;
+                atomicAdd(&retry->underflow, 1);
+            }
+            continue;
+        }
+        for (int i = lane; i < have; i += WARP) better[i] = out[i];
+        __syncwarp();
+        for (int i = lane; i < c.k; i += WARP) { // merge two ascending lists: a number's place is its own plus how many of the other's are smaller
+            int x = i < have ? better[i] : found[i - have], a = 0, b = i < have ? need : have;
+            const int32_t *other = i < have ? found : better;
+            while (a < b) {
+                int mid = (a + b) / 2;
+                if (other[mid] < x) a = mid + 1;
+                else b = mid;
+            }
+            out[a + (i < have ? i : i - have)] = x;
+        }
+    }
+}
+
 // Whether the kernel has the sizes: a block's shared memory holds at least one query's buffer.
 static int stream_fits(const Core &c) {
     return !c.control && (c.DI == 32 || c.DI == 64 || c.DI == 128) && (c.HI == 1 || c.HI % 2 == 0) && stream_layout(c, 1, NULL, NULL) <= 226 * 1024;
 }
-// Rows first .. first + n_rows, or those of a list on the device (with room for the parts). For sizes that stream_fits() takes.
-static void stream_select(const Core &c, int32_t *sel, int first, int n_rows, const int *list, const Retry *retry, uint64_t *partial, int *partial_n) {
-    void (*kernel)(Core, int32_t *, int, int, int, const int *, const Retry *, uint64_t *, int *, long long *) = c.DI == 32 ? stream_kernel<32> : c.DI == 64 ? stream_kernel<64> : stream_kernel<128>;
-    int qb = 8; // as many queries a block as leave room for two blocks, else as many as fit at all
+// As many queries a block as leave room for two blocks, else as many as fit at all.
+static int stream_queries(const Core &c) {
+    int qb = 8;
     while (qb > 1 && stream_layout(c, qb, NULL, NULL) > 112 * 1024) qb /= 2;
     if (stream_layout(c, qb, NULL, NULL) > 112 * 1024)
         for (qb = 8; stream_layout(c, qb, NULL, NULL) > 226 * 1024;) qb /= 2;
+    return qb;
+}
+// Rows first .. first + n_rows, or those of a list on the device (with room for the parts). For sizes that stream_fits() takes.
+static void stream_select(const Core &c, int32_t *sel, int first, int n_rows, const int *list, const Retry *retry, uint64_t *partial, int *partial_n) {
+    void (*kernel)(Core, int32_t *, int, int, int, const int *, const Retry *, uint64_t *, int *, long long *) = c.DI == 32 ? stream_kernel<32> : c.DI == 64 ? stream_kernel<64> : stream_kernel<128>;
+    int qb = stream_queries(c);
     size_t bytes = stream_layout(c, qb, NULL, NULL);
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
     kernel<<<list ? 2 * G_.multiprocessors : blocks_for(n_rows, qb), BLOCK, bytes, stream>>>(c, sel, qb, first, n_rows, list, retry, partial, partial_n, &G_.sums->nans);
@@ -1547,9 +1620,10 @@ typedef struct {
     floatX *q, *sample;                  // (chunk, SCAN_COLUMNS, DI), (B, n_sample, DI)
     uint4 *lists;                        // see Scan; before, the sample's score table (chunk * NQ, n_sample); --topk table: (chunk * NQ, n_cand)
     int *counts, *retry_rows, *partial_n;
-    float *tau;
+    float *tau, *tie;                    // (chunk, NQ) thresholds; (chunk * NQ) the value at which many tie, or NaN
     int2 *plan, *plan_sample;
     Retry *retry;
+    Tie *ties;
     uint64_t *partial;
 } Select;
 
@@ -1563,6 +1637,7 @@ __global__ static void plan_kernel(Core c, Select x, int first_tile, int tiles) 
         int t = (first_tile + tile) % x.tiles_per_seq * x.NQ + q, begin, n = 0;
         if (t < c.T) gpu_visible(c, (first_tile + tile) / x.tiles_per_seq * c.T + t, &begin, &n);
         x.tau[tau_at(tile, q, x.NQ)] = n > c.k ? NAN : INFINITY;
+        x.tie[tile * x.NQ + q] = NAN;
         if (n <= c.k) continue;
         lo = min(lo, begin);
         hi = max(hi, begin + n);
@@ -1612,7 +1687,8 @@ __device__ static float just_below(uint32_t o) {
     return __uint_as_float(o >> 31 ? o & 0x7fffffffu : ~o);
 }
 
-// One block a row of the chunk: the guess, from the row's sample scores, where the lists will stand. Dynamic shared memory: [n_sample].
+// One block a row of the chunk: the guess, from the row's sample scores, where the lists will stand. When so many samples have the value of the
+// guess that the lists would overflow, only what is better shall pass, and x.tie keeps the value. Dynamic shared memory: [n_sample].
 __global__ static void guess_kernel(Core c, Select x, int first_tile) {
     extern __shared__ __align__(16) char memory[];
     __shared__ Radix radix;
@@ -1626,8 +1702,12 @@ __global__ static void guess_kernel(Core c, Select x, int first_tile) {
     if (rank > m.y || m.y == 0) return;
     const float *table = (const float *)x.lists + (int64_t)blockIdx.x * x.n_sample + m.x;
     for (int i = threadIdx.x; i < m.y; i += blockDim.x) score[i] = gpu_ordered(table[i]);
-    Cut cut = block_kth([=](int i) { return score[i]; }, m.y, rank, 2, &radix);
-    if (threadIdx.x == 0) x.tau[tau_at(tile, q, x.NQ)] = just_below(cut.bound);
+    Cut cut = block_kth([=](int i) { return score[i]; }, m.y, rank, 0, &radix);
+    if (threadIdx.x) return;
+    int many = cut.ties != INT32_MAX && radix.count * x.stride > c.k && cut.bound != 0xffffffffu; // all digits were needed: that many are equal
+    float value = __uint_as_float(cut.bound >> 31 ? cut.bound & 0x7fffffffu : ~cut.bound);
+    x.tau[tau_at(tile, q, x.NQ)] = many ? value : just_below(cut.bound);
+    if (many) x.tie[blockIdx.x] = value;
 }
 
 // One block a row of the chunk: its lists to shared memory, then the k best of them. If the lists do not hold the answer the row's number goes
@@ -1667,6 +1747,21 @@ __global__ __launch_bounds__(SELECT_THREADS) static void select_lists_kernel(Cor
     }
     __syncthreads();
     candidates.n = total;
+    float tie = x.tie[blockIdx.x];
+    int tied = !full && total < k && tie == tie;
+    if (tied) { // NaNs are counted where the selection is finished
+        int bad = 0;
+        for (int i = threadIdx.x; i < total; i += SELECT_THREADS) bad |= candidates.score[i] == 0xffffffffu;
+        tied = !__syncthreads_or(bad);
+    }
+    if (tied) { // what is better than the many equals; tie_kernel adds the first of these
+        if (threadIdx.x == 0) {
+            Tie y = {row, total, tie};
+            x.ties[atomicAdd(&x.retry->ties, 1)] = y;
+        }
+        emit_best(candidates, total, lo, n, out, &radix, warp_count, nans);
+        return;
+    }
     if (full || total > x.space || total < k) {
         if (threadIdx.x == 0) {
             x.retry_rows[atomicAdd(&x.retry->count, 1)] = row;
@@ -1703,7 +1798,7 @@ static int scan_fits(const Core &c) {
     return G_.wgmma && stream_fits(c) && c.HI >= 4 && SCAN_COLUMNS % c.HI == 0 && c.k <= 4096;
 }
 
-// Sizes, and the parts of G_.select. Returns the bytes; everything but retry_rows (4 bytes a row) and the sample is bounded by G_.select_most.
+// Sizes, and the parts of G_.select. Returns the bytes; everything but the lists of rows (16 bytes a row) and the sample is bounded by G_.select_most.
 static size_t select_layout(const Core &c, int table, Select *x) {
     int expect, rows, most, chunks, sms = G_.multiprocessors, B = c.N / c.T;
     memset(x, 0, sizeof *x);
@@ -1724,13 +1819,13 @@ static size_t select_layout(const Core &c, int table, Select *x) {
     if (chunks > 1 && most > sms) x->chunk = (int)min64(most / sms * sms, (x->chunk + sms - 1) / sms * sms); // whole rounds of the card
     x->parts = table ? (4 * sms + x->chunk - 1) / x->chunk : 1;
     rows = x->chunk * x->NQ;
-    size_t at = 0, sizes[11] = {(size_t)rows * row, (size_t)x->chunk * SCAN_COLUMNS * (size_t)c.DI * 2, (size_t)B * (size_t)x->n_sample * (size_t)c.DI * 2, (size_t)rows * LISTS * 4, (size_t)rows * 4,
+    size_t at = 0, sizes[13] = {(size_t)rows * row, (size_t)x->chunk * SCAN_COLUMNS * (size_t)c.DI * 2, (size_t)B * (size_t)x->n_sample * (size_t)c.DI * 2, (size_t)rows * LISTS * 4, (size_t)rows * 4,
                                 (size_t)x->chunk * (size_t)x->parts * sizeof(int2), (size_t)x->chunk * sizeof(int2), sizeof(Retry), (size_t)c.N * 4,
-                                (size_t)RETRY_ROWS * RETRY_PARTS * (size_t)c.k * 8, (size_t)RETRY_ROWS * RETRY_PARTS * 4};
-    char *p[11];
-    for (int i = 0; i < 11; i++) { p[i] = G_.select + at; at += (sizes[i] + 127) / 128 * 128; } // TMA wants 16, lines 128
+                                (size_t)RETRY_ROWS * RETRY_PARTS * (size_t)c.k * 8, (size_t)RETRY_ROWS * RETRY_PARTS * 4, (size_t)rows * 4, (size_t)c.N * sizeof(Tie)};
+    char *p[13];
+    for (int i = 0; i < 13; i++) { p[i] = G_.select + at; at += (sizes[i] + 127) / 128 * 128; } // TMA wants 16, lines 128
     x->lists = (uint4 *)p[0]; x->q = (floatX *)p[1]; x->sample = (floatX *)p[2]; x->counts = (int *)p[3]; x->tau = (float *)p[4]; x->plan = (int2 *)p[5];
-    x->plan_sample = (int2 *)p[6]; x->retry = (Retry *)p[7]; x->retry_rows = (int *)p[8]; x->partial = (uint64_t *)p[9]; x->partial_n = (int *)p[10];
+    x->plan_sample = (int2 *)p[6]; x->retry = (Retry *)p[7]; x->retry_rows = (int *)p[8]; x->partial = (uint64_t *)p[9]; x->partial_n = (int *)p[10]; x->tie = (float *)p[11]; x->ties = (Tie *)p[12];
     return at;
 }
 
@@ -1743,6 +1838,7 @@ template <int D> static ScanKernel scan_of(int H, int table) {
 // One launch of the scan over n tiles of permuted queries in x.q: to lists, or to a table of rows of "stride" floats at x.lists; over the keys, or over the samples.
 static void scan(const Core &c, const Select &x, int first, int n, int over_sample, int table, int64_t stride) {
     int n_keys = over_sample ? x.n_sample : c.n_cand, parts = over_sample ? 1 : x.parts;
+    if (n_keys == 0) return; // no complete pool
     Scan s = {c.w_index, x.tau, over_sample ? x.plan_sample : x.plan, first, n, parts, x.tiles_per_seq, c.T, n_keys, table ? (float *)x.lists : NULL, stride, x.lists, x.counts, x.cap};
     ScanKernel kernel = c.DI == 32 ? scan_of<32>(c.HI, table) : c.DI == 64 ? scan_of<64>(c.HI, table) : scan_of<128>(c.HI, table);
     size_t bytes = scan_shared_bytes(c.DI);
@@ -1785,6 +1881,10 @@ static void scan_select(const Core &c, int32_t *sel, int table) {
         select_lists_kernel<<<rows, SELECT_THREADS, (size_t)shared, stream>>>(c, x, sel, first, &G_.sums->nans);
     }
     if (table) return;
+    void (*tie)(Core, int32_t *, int, const Tie *, Retry *, int *) = c.DI == 32 ? tie_kernel<32> : c.DI == 64 ? tie_kernel<64> : tie_kernel<128>;
+    int qb = stream_queries(c), bytes = (int)stream_layout(c, qb, NULL, NULL);
+    CUDA_CHECK(cudaFuncSetAttribute(tie, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    tie<<<(unsigned)(2 * G_.multiprocessors), BLOCK, (size_t)bytes, stream>>>(c, sel, qb, x.ties, x.retry, x.retry_rows);
     stream_select(c, sel, 0, 0, x.retry_rows, x.retry, x.partial, x.partial_n);
     merge_kernel<<<RETRY_ROWS, SELECT_THREADS, 0, stream>>>(c, sel, x.retry_rows, x.retry, x.partial, x.partial_n, &G_.sums->nans);
 }

@@ -11,7 +11,7 @@
 //   select_ms, lo, hi, ratio     everything: sample, scan, top-k, retries; median and range; select_ms / gemm_ms
 //   thresholds_ms, scores_ms, topk_ms   of one run: sample and guess; scan; selection from the lists and retries
 //   table_ms, table_lo, table_hi, table_scores_ms, table_topk_ms   --topk table
-//   workspace, retry_rows        bytes; rows whose guess failed
+//   workspace, retry_rows, tie_rows   bytes; rows whose guess failed; rows whose k-th best is one of many equals
 //   rows_differ                  rows in which HyTopK and the table choose differently: 0
 //   rows_checked, rows_wrong     sampled rows held against scores from a plain kernel: 0 wrong
 // and for trained layers "prune": for blocks of 16, 32, 64, 128 keys the share of (query, block) and of (tile of queries, block) whose bound
@@ -146,9 +146,9 @@ static void measure(Core c, const char *kind, int layer, double rate, int runs, 
     double flops = (double)c.T * (double)c.n_cand * (double)(c.N / c.T) * c.HI * c.DI, gemm_ms = flops / rate * 1e3; // half of all pairs, two operations each
     printf("{\"kind\":\"%s\",\"layer\":%d,\"T\":%d,\"H\":%d,\"D\":%d,\"k\":%d,\"flops\":%.4g,\"gemm_ms\":%.3f,\"select_ms\":%.3f,\"lo\":%.3f,\"hi\":%.3f,\"ratio\":%.3f,"
            "\"thresholds_ms\":%.3f,\"scores_ms\":%.3f,\"topk_ms\":%.3f,\"table_ms\":%.3f,\"table_lo\":%.3f,\"table_hi\":%.3f,\"table_scores_ms\":%.3f,\"table_topk_ms\":%.3f,"
-           "\"workspace\":%zu,\"retry_rows\":%d,\"underflow\":%d,\"overflow\":%d,\"rows_differ\":%d,\"rows_checked\":%d,\"rows_wrong\":%d}\n",
+           "\"workspace\":%zu,\"retry_rows\":%d,\"tie_rows\":%d,\"underflow\":%d,\"overflow\":%d,\"rows_differ\":%d,\"rows_checked\":%d,\"rows_wrong\":%d}\n",
            kind, layer, c.T, c.HI, c.DI, c.k, flops, gemm_ms, t[0].median, t[0].lo, t[0].hi, t[0].median / gemm_ms, ms[0][PHASE_GUESS], ms[0][PHASE_SCORES], ms[0][PHASE_TOPK],
-           t[1].median, t[1].lo, t[1].hi, ms[1][PHASE_SCORES], ms[1][PHASE_TOPK], bytes[0], retry.count, retry.underflow, retry.overflow, differ, rows, bad);
+           t[1].median, t[1].lo, t[1].hi, ms[1][PHASE_SCORES], ms[1][PHASE_TOPK], bytes[0], retry.count, retry.ties, retry.underflow, retry.overflow, differ, rows, bad);
     fflush(stdout);
     CUDA_CHECK(cudaFree(sel));
     CUDA_CHECK(cudaFree(by_table));

@@ -4,7 +4,7 @@
 #   sh dev/bench/bench_step.sh [FILE]        default: dev/bench/results-gpu/step.jsonl
 #   PRESETS="d12 d24" PATTERNS="D DSSS WWCHCHCH Q F" LENGTHS="16384 65536 262144" TOKENS=0 ARMS="hytopk:1 table:0" STEPS=3   choose less, or more
 #
-# TOKENS: tokens of a step, if more than a row (batch size TOKENS / T). The last of STEPS steps is reported. seconds: of that step, wall clock;
+# TOKENS: tokens of a step, if more than a row (batch size TOKENS / T). A row is one document (--doc-mask 0): every query sees all before it. The last of STEPS steps is reported. seconds: of that step, wall clock;
 # ms: its phases, of the device; gflops: model + indexer, as the trainer counts them; selections: a hash of each layer's selection in that
 # step, which must be the same in all arms (the program fails when it is not). A run that does not fit is a line with "failed".
 set -u
@@ -26,7 +26,7 @@ for preset in $PRESETS; do for layers in $PATTERNS; do for T in $LENGTHS; do
     first=
     for arm in $ARMS; do
         case $layers in *[DCQ]*) ;; *) [ -z "$first" ] || continue ;; esac # nothing is selected: one arm is all
-        "$TRAINER" --preset "$preset" --layers "$layers" --seq-len "$T" --batch-size "$B" --recompute block --topk "${arm%:*}" --replay "${arm#*:}" --warmup-dense 0 \
+        "$TRAINER" --preset "$preset" --layers "$layers" --seq-len "$T" --batch-size "$B" --recompute block --topk "${arm%:*}" --replay "${arm#*:}" --warmup-dense 0 --doc-mask 0 \
             --val data/austen/emma.txt,data/austen/persuasion.txt --eval-every 0 --sample-every 0 --probe 0 --steps "$STEPS" --phases 1 ${OPTIONS:-} --out= >"$LOG" 2>&1
         rc=$?
         line=$(awk -F' [|] ' -v preset="$preset" -v layers="$layers" -v T="$T" -v B="$B" -v topk="${arm%:*}" -v replay="${arm#*:}" -v rc=$rc -v date="$(date +%Y-%m-%d)" '
