@@ -1812,7 +1812,7 @@ static size_t select_layout(const Core &c, int table, Select *x) {
     float mean = 1.25f * (float)expect / LISTS;
     x->cap = (int)(mean + 5 * sqrtf(mean)) + 4;
     x->space = (int)(1.75f * (float)expect) + 64;
-    size_t row = table ? (size_t)c.n_cand * 4 : (size_t)max64(x->cap * LISTS * (int64_t)sizeof(uint4), x->n_sample * 4ll);
+    size_t row = table ? (size_t)max64(c.n_cand, 1) * 4 : (size_t)max64(x->cap * LISTS * (int64_t)sizeof(uint4), x->n_sample * 4ll);
     most = (int)max64(1, min64(G_.select_most / (int64_t)((size_t)x->NQ * row), x->tiles));
     chunks = (x->tiles + most - 1) / most;
     x->chunk = (x->tiles + chunks - 1) / chunks;
