@@ -1521,6 +1521,10 @@ template <int WARPS> __device__ static void group_sync(int group) {
     if (WARPS == 1) __syncwarp();
     else asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(WARPS * WARP) : "memory");
 }
+// 16 bytes that this kernel will not read again, if take: without a branch, so that what stands around it can be interleaved.
+__device__ static void store_16(floatX *to, const uint32_t v[4], int take) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p st.global.cs.v4.b32 [%0], {%1, %2, %3, %4}; }" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"(take) : "memory");
+}
 // The transpose of an 8x8 matrix: lane l holds row l/4, columns 2(l%4)+{0,1}, before and after.
 __device__ static uint32_t transposed(uint32_t a) {
     uint32_t b;
@@ -1533,20 +1537,18 @@ __device__ static int tile_place(const int32_t *place, int tile, int n) {
     int lane = threadIdx.x % WARP, j = tile * GROUP_ROWS + lane;
     return lane < GROUP_ROWS && j < n ? place[j] : -1;
 }
-// A tile's rows as [key | value] of this width, by the warps of a group; zeros for -1. rows: the sequence's, of R values, from the key on; the value starts
-// jump behind the key's end. Eight lanes copy a row, 128 bytes at a time.
+// A tile's rows as [key | value] of this width, by the warps of a group; zeros for -1. rows: the sequence's, of R values, from the key's value 8 (lane % 8)
+// on; the value starts jump behind the key's end. Eight lanes copy a row, 128 bytes at a time.
 template <int WARPS> __device__ static void gather_rows(uint32_t to, const floatX *rows, int place, int part, int R, int Dk, int jump, int wide) {
-    int lane = threadIdx.x % WARP;
+    int lane = threadIdx.x % WARP, k = lane % 8 * 8;
     #pragma unroll
     for (int p = 0; p < 4 / WARPS; p++) {
         int r = (p * WARPS + part) * 4 + lane / 8, row = __shfl_sync(0xffffffffu, place, r), take = row >= 0;
-        const floatX *from = rows + (int64_t)(take ? row : 0) * R;
-        uint32_t at = to + (uint32_t)(r * (wide + PAD) * 2);
+        const floatX *from = rows + (int64_t)max(row, 0) * R;
+        uint32_t at = to + (uint32_t)((r * (wide + PAD) + k) * 2);
         #pragma unroll
-        for (int u = 0; u < (wide + 63) / 64; u++) {
-            int k = u * 64 + lane % 8 * 8;
-            if (k < wide) copy_16(at + (uint32_t)(k * 2), from + k + (k < Dk ? 0 : jump), take);
-        }
+        for (int u = 0; u < wide; u += 64)
+            if (u + k < wide) copy_16(at + (uint32_t)(u * 2), from + u + (u + k < Dk ? 0 : jump), take);
     }
 }
 // x[head, 0..d) into rows of d + PAD; zeros for heads that are not there.
@@ -1614,7 +1616,7 @@ sparse_forward_kernel(Core c, Share z, floatX *oc, float *lse, int i0) {
     const int Dk = WIDE ? DK : c.Dk, Dv = WIDE ? DV : c.Dv, wide = WIDE ? WIDE : z.wide, value_at = wide == Dk ? 0 : Dk, ld = wide + PAD, buffer = GROUP_ROWS * ld;
     int i = i0 + (int)blockIdx.x, n = gpu_span(c, i).n, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, quad = lane % 4, group = warp / WARPS, part = warp % WARPS;
     const int32_t *place = z.place + (int64_t)blockIdx.x * z.stride;
-    const floatX *rows = kv_row(c, i, 0) + z.key;
+    const floatX *rows = kv_row(c, i, 0) + z.key + lane % 8 * 8;
     floatX *tiles = smem_x + MT * 16 * (Dk + PAD);
     float4 *parts = (float4 *)(tiles + GROUPS * STAGES * buffer) + group * WARPS * MT * 2 * WARP;
     uint32_t q_at = smem_address(smem_x), tiles_at = smem_address(tiles + group * STAGES * buffer);
@@ -1637,11 +1639,11 @@ sparse_forward_kernel(Core c, Share z, floatX *oc, float *lse, int i0) {
     int next = tile_place(place, group + (STAGES - 1) * GROUPS, n);
     copies_left<STAGES - 1>();
     __syncthreads(); // q is there for all
-    for (int tile = group, stage = 0; tile * GROUP_ROWS < n; tile += GROUPS, stage = (stage + 1) % STAGES) {
+    for (int tile = group, stage = 0; tile * GROUP_ROWS < n; tile += GROUPS, stage = stage + 1 < STAGES ? stage + 1 : 0) {
         copies_left<STAGES - 2>();
         group_sync<WARPS>(group); // this tile is there, and nobody of the group reads the one before any more
         int ahead = tile + (STAGES - 1) * GROUPS, left = n - tile * GROUP_ROWS;
-        if (ahead * GROUP_ROWS < n) gather_rows<WARPS>(tiles_at + (uint32_t)((stage + STAGES - 1) % STAGES * buffer * 2), rows, next, part, c.R, Dk, jump, wide);
+        if (ahead * GROUP_ROWS < n) gather_rows<WARPS>(tiles_at + (uint32_t)((stage ? stage - 1 : STAGES - 1) * buffer * 2), rows, next, part, c.R, Dk, jump, wide);
         copies_issued();
         next = tile_place(place, ahead + GROUPS, n);
         uint32_t at = tiles_at + (uint32_t)(stage * buffer * 2);
@@ -1766,7 +1768,7 @@ sparse_backward_kernel(Core c, Share z, floatX *d_qrow, floatX *partial, const i
     const int Dk = WIDE ? DK : c.Dk, Dv = WIDE ? DV : c.Dv, wide = WIDE ? WIDE : z.wide, value_at = wide == Dk ? 0 : Dk, ld = wide + PAD, lq = Dk + PAD, lo = Dv + PAD, buffer = GROUP_ROWS * ld;
     int i = i0 + (int)blockIdx.x, n = gpu_span(c, i).n, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, quad = lane % 4, group = warp / WARPS, part = warp % WARPS;
     const int32_t *place = z.place + (int64_t)blockIdx.x * z.stride, *slot = slot_of + (int64_t)blockIdx.x * z.stride;
-    const floatX *rows = kv_row(c, i, 0) + z.key;
+    const floatX *rows = kv_row(c, i, 0) + z.key + lane % 8 * 8;
     int64_t head0 = (int64_t)i * c.H + z.h0;
     floatX *d_o = smem_x + MT * 16 * lq, *tiles = d_o + LEARN * MT * 16 * lo;
     float4 *parts = (float4 *)(tiles + GROUPS * STAGES * buffer) + group * WARPS * 2 * NT * WARP;
@@ -1795,11 +1797,11 @@ sparse_backward_kernel(Core c, Share z, floatX *d_qrow, floatX *partial, const i
     int next = tile_place(place, group + (STAGES - 1) * GROUPS, n);
     copies_left<STAGES - 1>();
     __syncthreads();
-    for (int tile = group, stage = 0; tile * GROUP_ROWS < n; tile += GROUPS, stage = (stage + 1) % STAGES) {
+    for (int tile = group, stage = 0; tile * GROUP_ROWS < n; tile += GROUPS, stage = stage + 1 < STAGES ? stage + 1 : 0) {
         copies_left<STAGES - 2>();
         group_sync<WARPS>(group);
         int ahead = tile + (STAGES - 1) * GROUPS, j[2] = {tile * GROUP_ROWS + lane / 4, tile * GROUP_ROWS + lane / 4 + 8}, to[2]; // the lane's two places
-        if (ahead * GROUP_ROWS < n) gather_rows<WARPS>(tiles_at + (uint32_t)((stage + STAGES - 1) % STAGES * buffer * 2), rows, next, part, c.R, Dk, jump, wide);
+        if (ahead * GROUP_ROWS < n) gather_rows<WARPS>(tiles_at + (uint32_t)((stage ? stage - 1 : STAGES - 1) * buffer * 2), rows, next, part, c.R, Dk, jump, wide);
         copies_issued();
         next = tile_place(place, ahead + GROUPS, n);
         for (int r = 0; r < 2; r++) to[r] = LEARN && j[r] < n ? slot[j[r]] : -1;
@@ -1871,6 +1873,8 @@ sparse_backward_kernel(Core c, Share z, floatX *d_qrow, floatX *partial, const i
             // What the 16 rows receive: d_s^T q to the keys, p^T d_o to the values. 32 columns at a time, two of each 8 in a lane; the four lanes of a
             // quad exchange them, so that each has 8 columns in a row, and writes 16 bytes of the quad's 64.
             uint32_t q_cols = q_at + (uint32_t)((lane % 16 * lq + lane / 16 * 8) * 2), o_cols = o_at + (uint32_t)((lane % 16 * lo + lane / 16 * 8) * 2);
+            floatX *out[2];
+            for (int r = 0; r < 2; r++) out[r] = partial + (int64_t)max(to[r], 0) * wide + quad * 8;
             #pragma unroll
             for (int u = 0; u < (DK + (WIDE == DK ? 0 : DV) + 32 * WARPS - 1) / (32 * WARPS); u++) {
                 int first = (u * WARPS + part) * 32;
@@ -1901,7 +1905,7 @@ sparse_backward_kernel(Core c, Share z, floatX *d_qrow, floatX *partial, const i
                     uint32_t v[4];
                     for (int t = 0; t < 4; t++) v[t] = pack(y[t][2 * r], y[t][2 * r + 1]);
                     quad_transpose(v);
-                    if (to[r] >= 0 && first + quad * 8 < wide) __stcs((uint4 *)(partial + (int64_t)to[r] * wide + first + quad * 8), make_uint4(v[0], v[1], v[2], v[3]));
+                    store_16(out[r] + first, v, to[r] >= 0 && first + quad * 8 < wide);
                 }
             }
             // d_q [heads, the warp's columns] += d_s [heads, 16 rows] k [16 rows, columns]
