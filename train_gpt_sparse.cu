@@ -1525,6 +1525,12 @@ template <int WARPS> __device__ static void group_sync(int group) {
 __device__ static void store_16(floatX *to, const uint32_t v[4], int take) {
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p st.global.cs.v4.b32 [%0], {%1, %2, %3, %4}; }" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"(take) : "memory");
 }
+// 2^x in one instruction, 0 where exp2f() gives a denormal.
+__device__ static float power_of_2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 // The transpose of an 8x8 matrix: lane l holds row l/4, columns 2(l%4)+{0,1}, before and after.
 __device__ static uint32_t transposed(uint32_t a) {
     uint32_t b;
@@ -1683,13 +1689,13 @@ sparse_forward_kernel(Core c, Share z, floatX *oc, float *lse, int i0) {
             for (int r = 0; r < 2; r++) {
                 most[r] = fmaxf(most[r], __shfl_xor_sync(0xffffffffu, most[r], 1));
                 most[r] = fmaxf(most[r], __shfl_xor_sync(0xffffffffu, most[r], 2));
-                factor[m][r] = exp2f(top[m][r] - most[r]); // at least one row is there: most is finite
+                factor[m][r] = power_of_2(top[m][r] - most[r]); // at least one row is there: most is finite
                 top[m][r] = most[r];
                 sum[m][r] *= factor[m][r];
             }
             for (int t = 0; t < 2; t++)
                 for (int e = 0; e < 4; e++) {
-                    x[t][e] = exp2f(x[t][e] - top[m][e / 2]);
+                    x[t][e] = power_of_2(x[t][e] - top[m][e / 2]);
                     sum[m][e / 2] += x[t][e];
                 }
             p[m][0] = pack(x[0][0], x[0][1]);
@@ -1794,17 +1800,18 @@ sparse_backward_kernel(Core c, Share z, floatX *d_qrow, floatX *partial, const i
         if (tile * GROUP_ROWS < n) gather_rows<WARPS>(tiles_at + (uint32_t)(s * buffer * 2), rows, tile_place(place, tile, n), part, c.R, Dk, jump, wide);
         copies_issued();
     }
-    int next = tile_place(place, group + (STAGES - 1) * GROUPS, n);
+    int next = tile_place(place, group + (STAGES - 1) * GROUPS, n), slots = LEARN ? tile_place(slot, group, n) : -1; // for copies ahead, for this tile
     copies_left<STAGES - 1>();
     __syncthreads();
     for (int tile = group, stage = 0; tile * GROUP_ROWS < n; tile += GROUPS, stage = stage + 1 < STAGES ? stage + 1 : 0) {
         copies_left<STAGES - 2>();
         group_sync<WARPS>(group);
         int ahead = tile + (STAGES - 1) * GROUPS, j[2] = {tile * GROUP_ROWS + lane / 4, tile * GROUP_ROWS + lane / 4 + 8}, to[2]; // the lane's two places
+        for (int r = 0; r < 2 && LEARN; r++) to[r] = __shfl_sync(0xffffffffu, slots, lane / 4 + r * 8);
         if (ahead * GROUP_ROWS < n) gather_rows<WARPS>(tiles_at + (uint32_t)((stage ? stage - 1 : STAGES - 1) * buffer * 2), rows, next, part, c.R, Dk, jump, wide);
         copies_issued();
         next = tile_place(place, ahead + GROUPS, n);
-        for (int r = 0; r < 2; r++) to[r] = LEARN && j[r] < n ? slot[j[r]] : -1;
+        if (LEARN) slots = tile_place(slot, tile + GROUPS, n);
         uint32_t at = tiles_at + (uint32_t)(stage * buffer * 2);
 
         float x[2 * NT][4], (*p)[4] = x, (*ds)[4] = x + NT; // 16 rows by heads: logits, then probabilities; d_oc . v, then d_s
@@ -1850,7 +1857,8 @@ sparse_backward_kernel(Core c, Share z, floatX *d_qrow, floatX *partial, const i
         #pragma unroll
         for (int t = 0; t < NT; t++)
             for (int e = 0; e < 4; e++) {
-                p[t][e] = j[e / 2] < n ? exp2f(p[t][e] * scale - low[t][e % 2]) : 0;
+                float v = power_of_2(p[t][e] * scale - low[t][e % 2]);
+                p[t][e] = j[e / 2] < n ? v : 0;
                 ds[t][e] = p[t][e] * (ds[t][e] - dot[t][e % 2]) * c.scale;
                 all[e / 2] += p[t][e];
             }
