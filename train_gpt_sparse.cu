@@ -1525,8 +1525,8 @@ template <int WARPS> __device__ static void group_sync(int group) {
 __device__ static void store_16(floatX *to, const uint32_t v[4], int take) {
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p st.global.cs.v4.b32 [%0], {%1, %2, %3, %4}; }" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"(take) : "memory");
 }
-// 2^x in one instruction, 0 where exp2f() gives a denormal.
-__device__ static float power_of_2(float x) {
+// One instruction; 0 where exp2f() gives a denormal.
+__device__ static float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
@@ -1689,13 +1689,13 @@ sparse_forward_kernel(Core c, Share z, floatX *oc, float *lse, int i0) {
             for (int r = 0; r < 2; r++) {
                 most[r] = fmaxf(most[r], __shfl_xor_sync(0xffffffffu, most[r], 1));
                 most[r] = fmaxf(most[r], __shfl_xor_sync(0xffffffffu, most[r], 2));
-                factor[m][r] = power_of_2(top[m][r] - most[r]); // at least one row is there: most is finite
+                factor[m][r] = exp2_fast(top[m][r] - most[r]); // at least one row is there: most is finite
                 top[m][r] = most[r];
                 sum[m][r] *= factor[m][r];
             }
             for (int t = 0; t < 2; t++)
                 for (int e = 0; e < 4; e++) {
-                    x[t][e] = power_of_2(x[t][e] - top[m][e / 2]);
+                    x[t][e] = exp2_fast(x[t][e] - top[m][e / 2]);
                     sum[m][e / 2] += x[t][e];
                 }
             p[m][0] = pack(x[0][0], x[0][1]);
@@ -1779,7 +1779,7 @@ sparse_backward_kernel(Core c, Share z, floatX *d_qrow, floatX *partial, const i
     floatX *d_o = smem_x + MT * 16 * lq, *tiles = d_o + LEARN * MT * 16 * lo;
     float4 *parts = (float4 *)(tiles + GROUPS * STAGES * buffer) + group * WARPS * 2 * NT * WARP;
     uint32_t q_at = smem_address(smem_x), o_at = smem_address(d_o), tiles_at = smem_address(tiles + group * STAGES * buffer);
-    int jump = z.value - z.key - Dk, steps = Dk / 16, k0 = WARPS == 1 ? 0 : min(part * KT, steps), k1 = min(k0 + KT, steps), column = part * KT * 16;
+    int jump = z.value - z.key - Dk, steps = Dk / 16, k0 = WARPS == 1 ? 0 : min(part * KT, steps), k1 = min(k0 + KT, steps), both = LEARN && !value_at ? min(k1, Dv / 16) : 0, column = part * KT * 16;
     float dq[MT][2 * KT][4], low[NT][2], dot[NT][2], scale = c.scale * 1.4426950408889634f; // low, dot: of the lane's heads 8t + 2 quad + {0, 1}
     for (int m = 0; m < MT; m++)
         for (int t = 0; t < 2 * KT; t++)
@@ -1819,45 +1819,40 @@ sparse_backward_kernel(Core c, Share z, floatX *d_qrow, floatX *partial, const i
             for (int e = 0; e < 4; e++) x[t][e] = 0;
         uint32_t row_lane = at + (uint32_t)((lane % 16 * ld + lane / 16 * 8) * 2);
         uint32_t q_lane = q_at + (uint32_t)(((lane / 16 * 8 + lane % 8) * lq + lane / 8 % 2 * 8) * 2), o_lane = o_at + (uint32_t)(((lane / 16 * 8 + lane % 8) * lo + lane / 8 % 2 * 8) * 2);
-        #pragma unroll
-        for (int u = 0; u < KT; u++) {
-            int k = k0 + u;
-            if (!ALL_K && k >= k1) break;
-            uint32_t a[4], b[4];
+        auto product = [&](float (*sum)[4], const uint32_t a[4], uint32_t heads, int pitch) { // sum += a times 16 channels of all heads
+            #pragma unroll
+            for (int m = 0; m < MT; m++) {
+                uint32_t b[4];
+                ldmatrix(b, heads + (uint32_t)(m * 16 * pitch * 2));
+                mma(sum[2 * m], a, b);
+                mma(sum[2 * m + 1], a, b + 2);
+            }
+        };
+        #pragma unroll 8
+        for (int k = k0; k < both; k++) { // the value is the head of the key: one load for both
+            uint32_t a[4];
             ldmatrix(a, row_lane + (uint32_t)(k * 32));
-            #pragma unroll
-            for (int m = 0; m < MT; m++) {
-                ldmatrix(b, q_lane + (uint32_t)((m * 16 * lq + k * 16) * 2));
-                mma(p[2 * m], a, b);
-                mma(p[2 * m + 1], a, b + 2);
-            }
-            if (LEARN && value_at == 0 && k * 16 < Dv) // the value is the head of the key
-                #pragma unroll
-                for (int m = 0; m < MT; m++) {
-                    ldmatrix(b, o_lane + (uint32_t)((m * 16 * lo + k * 16) * 2));
-                    mma(ds[2 * m], a, b);
-                    mma(ds[2 * m + 1], a, b + 2);
-                }
+            product(p, a, q_lane + (uint32_t)(k * 32), lq);
+            product(ds, a, o_lane + (uint32_t)(k * 32), lo);
         }
-        #pragma unroll
-        for (int u = 0; u < VT && LEARN && value_at; u++) {
-            int k = part * VT + u;
-            if (k * 16 >= Dv) break;
-            uint32_t a[4], b[4];
+        #pragma unroll 8
+        for (int k = max(k0, both); k < k1; k++) {
+            uint32_t a[4];
+            ldmatrix(a, row_lane + (uint32_t)(k * 32));
+            product(p, a, q_lane + (uint32_t)(k * 32), lq);
+        }
+        #pragma unroll 8
+        for (int k = part * VT; k < min((part + 1) * VT, Dv / 16) && LEARN && value_at; k++) {
+            uint32_t a[4];
             ldmatrix(a, row_lane + (uint32_t)((value_at + k * 16) * 2));
-            #pragma unroll
-            for (int m = 0; m < MT; m++) {
-                ldmatrix(b, o_lane + (uint32_t)((m * 16 * lo + k * 16) * 2));
-                mma(ds[2 * m], a, b);
-                mma(ds[2 * m + 1], a, b + 2);
-            }
+            product(ds, a, o_lane + (uint32_t)(k * 32), lo);
         }
         if (WARPS > 1) add_parts<WARPS, LEARN ? 2 * NT : NT>(x, parts, group, part);
         float all[2] = {0, 0};
         #pragma unroll
         for (int t = 0; t < NT; t++)
             for (int e = 0; e < 4; e++) {
-                float v = power_of_2(p[t][e] * scale - low[t][e % 2]);
+                float v = exp2_fast(p[t][e] * scale - low[t][e % 2]);
                 p[t][e] = j[e / 2] < n ? v : 0;
                 ds[t][e] = p[t][e] * (ds[t][e] - dot[t][e % 2]) * c.scale;
                 all[e / 2] += p[t][e];
@@ -1883,39 +1878,39 @@ sparse_backward_kernel(Core c, Share z, floatX *d_qrow, floatX *partial, const i
             uint32_t q_cols = q_at + (uint32_t)((lane % 16 * lq + lane / 16 * 8) * 2), o_cols = o_at + (uint32_t)((lane % 16 * lo + lane / 16 * 8) * 2);
             floatX *out[2];
             for (int r = 0; r < 2; r++) out[r] = partial + (int64_t)max(to[r], 0) * wide + quad * 8;
-            #pragma unroll
-            for (int u = 0; u < (DK + (WIDE == DK ? 0 : DV) + 32 * WARPS - 1) / (32 * WARPS); u++) {
-                int first = (u * WARPS + part) * 32;
-                if (first >= wide) break;
+            auto receive = [&](int first, int keys, int values) { // a key may end in the middle
                 float y[4][4];
                 for (int t = 0; t < 4; t++)
                     for (int e = 0; e < 4; e++) y[t][e] = 0;
                 #pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    int col = first + half * 16, value = col - value_at;
+                for (int x = 0; x < 2 * MT; x++) {
+                    int half = x / MT, m = x % MT, col = first + half * 16;
                     uint32_t b[4];
-                    if (col < Dk)
-                        #pragma unroll
-                        for (int m = 0; m < MT; m++) {
-                            ldmatrix_trans(b, q_cols + (uint32_t)((m * 16 * lq + col) * 2));
-                            mma(y[2 * half], g[m], b);
-                            mma(y[2 * half + 1], g[m], b + 2);
-                        }
-                    if (value >= 0 && value < Dv)
-                        #pragma unroll
-                        for (int m = 0; m < MT; m++) {
-                            ldmatrix_trans(b, o_cols + (uint32_t)((m * 16 * lo + value) * 2));
-                            mma(y[2 * half], ps[m], b);
-                            mma(y[2 * half + 1], ps[m], b + 2);
-                        }
+                    if (keys && (values || col < Dk)) {
+                        ldmatrix_trans(b, q_cols + (uint32_t)((m * 16 * lq + col) * 2));
+                        mma(y[2 * half], g[m], b);
+                        mma(y[2 * half + 1], g[m], b + 2);
+                    }
+                    if (values) {
+                        ldmatrix_trans(b, o_cols + (uint32_t)((m * 16 * lo + col - value_at) * 2));
+                        mma(y[2 * half], ps[m], b);
+                        mma(y[2 * half + 1], ps[m], b + 2);
+                    }
                 }
                 for (int r = 0; r < 2; r++) {
                     uint32_t v[4];
                     for (int t = 0; t < 4; t++) v[t] = pack(y[t][2 * r], y[t][2 * r + 1]);
                     quad_transpose(v);
-                    store_16(out[r] + first, v, to[r] >= 0 && first + quad * 8 < wide);
+                    store_16(out[r] + first, v, to[r] >= 0 && (values || first + quad * 8 < Dk));
                 }
-            }
+            };
+            int shared = value_at ? 0 : Dv; // columns that are both
+            #pragma unroll 2
+            for (int first = part * 32; first < shared; first += WARPS * 32) receive(first, 1, 1);
+            #pragma unroll 2
+            for (int first = shared + part * 32; first < Dk; first += WARPS * 32) receive(first, 1, 0);
+            #pragma unroll 2
+            for (int first = value_at + part * 32; first < wide && value_at; first += WARPS * 32) receive(first, 0, 1);
             // d_q [heads, the warp's columns] += d_s [heads, 16 rows] k [16 rows, columns]
             uint32_t columns = at + (uint32_t)((lane % 16 * ld + column + lane / 16 * 8) * 2);
             #pragma unroll
@@ -2239,7 +2234,7 @@ enum { SHARED_BYTES = 220 * 1024 }; // of a block, at most
 static int fast_core(const Model *g, const Layer *l) {
     const Config *c = &g->c;
     int wide = share_width(l), teach = kl_teachers(g, l) > 0;
-    int sizes = l->Dk % 16 == 0 && l->Dv % 32 == 0 && l->Dk <= 576 && l->Dv <= l->Dk && l->R % 8 == 0 && l->v_off % 8 == 0 && sparse_bytes(l, wide, 1, 1, 1) <= SHARED_BYTES;
+    int sizes = l->Dk % (wide > l->Dk ? 32 : 16) == 0 && l->Dv % 32 == 0 && l->Dk <= 576 && l->Dv <= l->Dk && l->R % 8 == 0 && l->v_off % 8 == 0 && sparse_bytes(l, wide, 1, 1, 1) <= SHARED_BYTES;
     int index = !teach || (!attends_to_all(g, l) && (c->DI == 32 || c->DI == 64 || c->DI == 128) && indexer_kl_bytes(64, (int)c->DI, (int)c->topk) < 220 * 1024);
     return sizes && index;
 }
@@ -2417,12 +2412,6 @@ typedef struct {
 
 #define LOG2E 1.4426950408889634f
 enum { TILE_ROWS = 64, QUERIES = 128, PANEL = TILE_ROWS * 128, WGMMA_THREADS = 256, GROUP_THREADS = 128 };
-
-__device__ static float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 
 // 4 or 8 bytes from global to shared memory; zeros when not take.
 template <int BYTES> __device__ static void copy_small(uint32_t to, const void *from, bool take) {
