@@ -1469,11 +1469,11 @@ static void gpu_dense_attention(Model *g, Layer *l, int teach, int back) {
 }
 
 // ---- tensor-core kernels over selected rows (bf16)
-// One block serves a query and 16 MT of its heads. Its warps form groups. A group takes every G-th 16 rows of the support: it copies them to
-// shared memory of its own while it multiplies the ones before, and meets the other groups only at the end, where their sums are added. So no
-// group waits for another's rows. Where the sums of a group would not fit a warp's registers, two or four warps share it: each takes a part of
-// the channels in products that sum over channels (the parts are then added), and a part of the columns in the others. Queries run in order, so that the
-// sorted lists of those in flight sweep the rows together and most reads hit L2.
+// One block serves a query and 16 or 32 of its heads. Its warps form groups. A group takes every G-th tile of 16 rows of the support (G groups): it
+// copies them to shared memory of its own while it multiplies the tile before, and meets the other groups only at the end, where their sums are
+// added. So no group waits for another's rows. Where the sums of a group would not fit the registers of one warp, two or four warps share it: each
+// takes a part of the channels in products that sum over channels (the parts are then added), and a part of the columns in the others. Queries run in
+// order, so that the sorted lists of those in flight sweep the rows together and most reads hit L2.
 
 #ifdef PRECISION_FP32
 static int fast_core(const Model *, const Layer *) { return 0; }
@@ -1484,7 +1484,8 @@ static void fast_forward(Model *, Layer *, int) {}
 static void fast_backward(Model *, Layer *, int) {}
 #else
 
-// Being measured: warps of a block, warps that share a group, tiles in flight, kernels for the published sizes.
+// Being measured: warps of a block (at least two groups); warps that share a group where the registers would allow one; tiles that a group has in
+// shared memory; whether the published sizes have kernels of their own.
 #ifndef SPARSE_WARPS
 #define SPARSE_WARPS 4
 #endif
@@ -1507,23 +1508,27 @@ typedef struct {
     const int32_t *place;                   // (queries, stride) KV rows of the supports
 } Share;
 
-// For 16 MT heads and keys of up to 160, 320 or 576 channels: warps of a group, such that a warp holds at most 160 sums of a product heads by
-// channels in the registers of each lane; warps of a block, at least two groups; blocks of a multiprocessor that its registers are to hold.
+// For 16 MT heads and keys of up to 160, 320 or 576 channels: warps of a group, such that a lane holds at most 160 sums of a product heads by channels;
+// warps of a block; and the blocks that the registers of a multiprocessor are to hold, from the sums of a lane.
 __host__ __device__ constexpr int group_warps(int MT, int Dk) {
     int warps = (MT * (Dk <= 160 ? 1 : Dk <= 320 ? 2 : 4) + 1) / 2 * SPARSE_SPLIT;
     return warps < 4 ? warps : 4;
 }
 __host__ __device__ constexpr int block_warps(int MT, int Dk) { return group_warps(MT, Dk) * 2 > SPARSE_WARPS ? group_warps(MT, Dk) * 2 : SPARSE_WARPS; }
-constexpr int blocks_held(int sums, int warps) { return (sums > 80 ? 8 : sums > 40 ? 12 : 16) / warps > 0 ? (sums > 80 ? 8 : sums > 40 ? 12 : 16) / warps : 1; }
+constexpr int warps_held(int sums) { return sums > 80 ? 8 : sums > 40 ? 12 : 16; } // of 255, 168, 128 registers
+constexpr int blocks_held(int sums, int warps) { return warps_held(sums) > warps ? warps_held(sums) / warps : 1; }
 
-template <int N> __device__ static void copies_left(void) { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); } // all but the last N issued are complete
+// Waits until all but the last N of the thread's copies_issued() are complete.
+template <int N> __device__ static void copies_left(void) { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+// A barrier of the warps of a group.
 template <int WARPS> __device__ static void group_sync(int group) {
     if (WARPS == 1) __syncwarp();
     else asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(WARPS * WARP) : "memory");
 }
 // 16 bytes that this kernel will not read again, if take: without a branch, so that what stands around it can be interleaved.
 __device__ static void store_16(floatX *to, const uint32_t v[4], int take) {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p st.global.cs.v4.b32 [%0], {%1, %2, %3, %4}; }" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"(take) : "memory");
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p st.global.cs.v4.b32 [%0], {%1, %2, %3, %4}; }"
+                 ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"(take) : "memory");
 }
 // One instruction; 0 where exp2f() gives a denormal.
 __device__ static float exp2_fast(float x) {
@@ -1543,8 +1548,8 @@ __device__ static int tile_place(const int32_t *place, int tile, int n) {
     int lane = threadIdx.x % WARP, j = tile * GROUP_ROWS + lane;
     return lane < GROUP_ROWS && j < n ? place[j] : -1;
 }
-// A tile's rows as [key | value] of this width, by the warps of a group; zeros for -1. rows: the sequence's, of R values, from the key's value 8 (lane % 8)
-// on; the value starts jump behind the key's end. Eight lanes copy a row, 128 bytes at a time.
+// A tile's rows as [key | value] of this width, by the warps of a group; zeros for -1. Eight lanes copy a row, 128 bytes at a time. rows: of the
+// sequence, R values each, from the lane's first on, number 8 (lane % 8) of the key; the value starts "jump" behind the key's end.
 template <int WARPS> __device__ static void gather_rows(uint32_t to, const floatX *rows, int place, int part, int R, int Dk, int jump, int wide) {
     int lane = threadIdx.x % WARP, k = lane % 8 * 8;
     #pragma unroll
@@ -1563,8 +1568,8 @@ template <int HEADS> __device__ static void gather_heads(uint32_t to, const floa
         for (int k = (int)threadIdx.x % 8 * 8; k < d; k += 64) copy_16(to + (uint32_t)((h * (d + PAD) + k) * 2), x + (int64_t)(h < nh ? h : 0) * d + k, h < nh);
 }
 
-// Sums x of a group's warps, one (16, 8) tile a lane's float4, each warp having its own parts of them: their total, to all of the group, in the order of the
-// warps. space: of the group.
+// The warps of a group each have a part of the sums x, accumulators of (16, 8) tiles: all get the total, added in the order of the warps. space: the
+// group's, (WARPS, TILES, WARP).
 template <int WARPS, int TILES> __device__ static void add_parts(float (*x)[4], float4 *space, int group, int part) {
     int lane = threadIdx.x % WARP;
     #pragma unroll
@@ -1608,15 +1613,15 @@ template <int GROUPS, int TILES> __device__ static void merge_groups(floatX *to,
     }
 }
 
-// oc = softmax(scale q . k) v and lse of query i0 + blockIdx.x. Each group runs its own online
-// softmax (Milakov and Gimelshein 2018) over its rows. P goes from the accumulators of
-// one product straight into the left operand of the next (Dao 2023). WIDE: z.wide of a layer of just these Dk and Dv; 0: DK and DV are the largest
-// that the kernel takes.
-template <int MT, int DK, int DV, int WIDE> __global__ static void __launch_bounds__(block_warps(MT, DK) * WARP, blocks_held(MT * DV / group_warps(MT, DK) / 2, block_warps(MT, DK)))
+// oc = softmax(scale q . k) v and lse of query i0 + blockIdx.x. Each group runs its own online softmax (Milakov and Gimelshein 2018) over its rows. P
+// goes from the accumulators of one product straight into the left operand of the next (Dao 2023). WIDE: z.wide of layers of just these DK and DV;
+// 0: for all layers up to these.
+template <int MT, int DK, int DV, int WIDE> __global__ static void
+__launch_bounds__(block_warps(MT, DK) * WARP, blocks_held(MT * DV / group_warps(MT, DK) / 2, block_warps(MT, DK)))
 sparse_forward_kernel(Core c, Share z, floatX *oc, float *lse, int i0) {
-    constexpr int WARPS = group_warps(MT, DK), GROUPS = block_warps(MT, DK) / WARPS, CHAINS = MT == 1 ? 2 : 1; // chains: two sums where there would be few to overlap
-    constexpr int KT = (DK / 16 + WARPS - 1) / WARPS, VT = (DV / 16 + WARPS - 1) / WARPS;                        // 16 channels of the key, of the value that a warp takes
-    constexpr int ALL_K = WIDE && DK / 16 % WARPS == 0, ALL_V = WIDE && DV / 16 % WARPS == 0;                    // always just as many
+    constexpr int WARPS = group_warps(MT, DK), GROUPS = block_warps(MT, DK) / WARPS, CHAINS = MT == 1 ? 2 : 1; // two sums where few would overlap
+    constexpr int KT = (DK / 16 + WARPS - 1) / WARPS, VT = (DV / 16 + WARPS - 1) / WARPS;                 // a warp's part, in 16 channels
+    constexpr int ALL_K = WIDE && DK / 16 % WARPS == 0, ALL_V = WIDE && DV / 16 % WARPS == 0;             // no part is shorter
     extern __shared__ __align__(128) floatX smem_x[];
     __shared__ float tops[GROUPS][MT * 16], sums[GROUPS][MT * 16];
     const int Dk = WIDE ? DK : c.Dk, Dv = WIDE ? DV : c.Dv, wide = WIDE ? WIDE : z.wide, value_at = wide == Dk ? 0 : Dk, ld = wide + PAD, buffer = GROUP_ROWS * ld;
@@ -1771,7 +1776,8 @@ sparse_backward_kernel(Core c, Share z, floatX *d_qrow, floatX *partial, const i
     constexpr int WARPS = group_warps(MT, DK), GROUPS = block_warps(MT, DK) / WARPS, NT = 2 * MT; // NT: tiles of 8 heads
     constexpr int KT = (DK / 16 + WARPS - 1) / WARPS, VT = (DV / 16 + WARPS - 1) / WARPS, ALL_K = WIDE && DK / 16 % WARPS == 0;
     extern __shared__ __align__(128) floatX smem_x[];
-    const int Dk = WIDE ? DK : c.Dk, Dv = WIDE ? DV : c.Dv, wide = WIDE ? WIDE : z.wide, value_at = wide == Dk ? 0 : Dk, ld = wide + PAD, lq = Dk + PAD, lo = Dv + PAD, buffer = GROUP_ROWS * ld;
+    const int Dk = WIDE ? DK : c.Dk, Dv = WIDE ? DV : c.Dv, wide = WIDE ? WIDE : z.wide, value_at = wide == Dk ? 0 : Dk;
+    const int ld = wide + PAD, lq = Dk + PAD, lo = Dv + PAD, buffer = GROUP_ROWS * ld;
     int i = i0 + (int)blockIdx.x, n = gpu_span(c, i).n, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, quad = lane % 4, group = warp / WARPS, part = warp % WARPS;
     const int32_t *place = z.place + (int64_t)blockIdx.x * z.stride, *slot = slot_of + (int64_t)blockIdx.x * z.stride;
     const floatX *rows = kv_row(c, i, 0) + z.key + lane % 8 * 8;
@@ -1779,7 +1785,8 @@ sparse_backward_kernel(Core c, Share z, floatX *d_qrow, floatX *partial, const i
     floatX *d_o = smem_x + MT * 16 * lq, *tiles = d_o + LEARN * MT * 16 * lo;
     float4 *parts = (float4 *)(tiles + GROUPS * STAGES * buffer) + group * WARPS * 2 * NT * WARP;
     uint32_t q_at = smem_address(smem_x), o_at = smem_address(d_o), tiles_at = smem_address(tiles + group * STAGES * buffer);
-    int jump = z.value - z.key - Dk, steps = Dk / 16, k0 = WARPS == 1 ? 0 : min(part * KT, steps), k1 = min(k0 + KT, steps), both = LEARN && !value_at ? min(k1, Dv / 16) : 0, column = part * KT * 16;
+    int jump = z.value - z.key - Dk, steps = Dk / 16, k0 = WARPS == 1 ? 0 : min(part * KT, steps), k1 = min(k0 + KT, steps);
+    int both = LEARN && !value_at ? min(k1, Dv / 16) : 0, column = part * KT * 16;
     float dq[MT][2 * KT][4], low[NT][2], dot[NT][2], scale = c.scale * 1.4426950408889634f; // low, dot: of the lane's heads 8t + 2 quad + {0, 1}
     for (int m = 0; m < MT; m++)
         for (int t = 0; t < 2 * KT; t++)
@@ -1818,7 +1825,8 @@ sparse_backward_kernel(Core c, Share z, floatX *d_qrow, floatX *partial, const i
         for (int t = 0; t < 2 * NT; t++)
             for (int e = 0; e < 4; e++) x[t][e] = 0;
         uint32_t row_lane = at + (uint32_t)((lane % 16 * ld + lane / 16 * 8) * 2);
-        uint32_t q_lane = q_at + (uint32_t)(((lane / 16 * 8 + lane % 8) * lq + lane / 8 % 2 * 8) * 2), o_lane = o_at + (uint32_t)(((lane / 16 * 8 + lane % 8) * lo + lane / 8 % 2 * 8) * 2);
+        uint32_t q_lane = q_at + (uint32_t)(((lane / 16 * 8 + lane % 8) * lq + lane / 8 % 2 * 8) * 2);
+        uint32_t o_lane = o_at + (uint32_t)(((lane / 16 * 8 + lane % 8) * lo + lane / 8 % 2 * 8) * 2);
         auto product = [&](float (*sum)[4], const uint32_t a[4], uint32_t heads, int pitch) { // sum += a times 16 channels of all heads
             #pragma unroll
             for (int m = 0; m < MT; m++) {
