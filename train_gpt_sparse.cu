@@ -1514,7 +1514,10 @@ __host__ __device__ constexpr int group_warps(int MT, int Dk) {
     int warps = (MT * (Dk <= 160 ? 1 : Dk <= 320 ? 2 : 4) + 1) / 2 * SPARSE_SPLIT;
     return warps < 4 ? warps : 4;
 }
-__host__ __device__ constexpr int block_warps(int MT, int Dk) { return group_warps(MT, Dk) * 2 > SPARSE_WARPS ? group_warps(MT, Dk) * 2 : SPARSE_WARPS; }
+__host__ __device__ constexpr int block_warps(int MT, int Dk) {
+    int least = Dk > 320 ? 8 : group_warps(MT, Dk) * 2; // of the widest rows, shared memory holds one block, not two
+    return least > SPARSE_WARPS ? least : SPARSE_WARPS;
+}
 constexpr int warps_held(int sums) { return sums > 80 ? 8 : sums > 40 ? 12 : 16; } // of 255, 168, 128 registers
 constexpr int blocks_held(int sums, int warps) { return warps_held(sums) > warps ? warps_held(sums) / warps : 1; }
 
