@@ -2599,9 +2599,11 @@ static void gpu_dense_attention(Model *g, Layer *l, int teach, int back) {
 }
 
 // ---- tensor-core kernels over selected rows (bf16)
-// One block of four warps serves a query and up to 16 of its heads. The rows of its support come through shared memory, 64
-// at a time, the next ones being copied while these are used; each warp multiplies 16 of them. Queries run in order, so
-// that the sorted lists of those in flight sweep the rows together and most reads hit L2.
+// One block serves a query and 16 or 32 of its heads. Its warps form groups. A group takes every G-th tile of 16 rows of the support (G groups): it
+// copies them to shared memory of its own while it multiplies the tile before, and meets the other groups only at the end, where their sums are
+// added. So no group waits for another's rows. Where the sums of a group would not fit the registers of one warp, two or four warps share it: each
+// takes a part of the channels in products that sum over channels (the parts are then added), and a part of the columns in the others. Queries run in
+// order, so that the sorted lists of those in flight sweep the rows together and most reads hit L2.
 
 #ifdef PRECISION_FP32
 static int fast_core(const Model *, const Layer *) { return 0; }
@@ -2612,7 +2614,21 @@ static void fast_forward(Model *, Layer *, int) {}
 static void fast_backward(Model *, Layer *, int) {}
 #else
 
-enum { HEADS = 16, ROWS = 64, QUERY_THREADS = 128 };
+// Being measured: warps of a block (at least two groups); warps that share a group where the registers would allow one; tiles that a group has in
+// shared memory; whether the published sizes have kernels of their own.
+#ifndef SPARSE_WARPS
+#define SPARSE_WARPS 4
+#endif
+#ifndef SPARSE_SPLIT
+#define SPARSE_SPLIT 1
+#endif
+#ifndef SPARSE_STAGES
+#define SPARSE_STAGES 2
+#endif
+#ifndef SPARSE_FIXED
+#define SPARSE_FIXED 1
+#endif
+enum { GROUP_ROWS = 16, STAGES = SPARSE_STAGES };
 
 // One launch's share of a layer: heads h0 .. h0 + nh, which read the keys and values of one KV row group; where these
 // stand in a KV row and in a row of the tile (values inside the keys where they are the same channels).
@@ -2622,228 +2638,444 @@ typedef struct {
     const int32_t *place;                   // (queries, stride) KV rows of the supports
 } Share;
 
-// The tile's rows "first" .. of query i's support, as [key | value] of width z.wide; zeros behind the last.
-__device__ static void gather_rows(const Core &c, const Share &z, floatX *tile, const int32_t *place, int i, int first, int n) {
-    int chunks = z.wide / 8, keys = c.Dk / 8;
-    for (int x = threadIdx.x; x < ROWS * chunks; x += QUERY_THREADS) {
-        int row = x / chunks, k = x % chunks, take = first + row < n;
-        const floatX *from = kv_row(c, i, take ? place[first + row] : 0) + (k < keys ? z.key + k * 8 : z.value + (k - keys) * 8);
-        copy_16(smem_address(tile + row * (z.wide + PAD) + k * 8), from, take);
+// For 16 MT heads and keys of up to 160, 320 or 576 channels: warps of a group, such that a lane holds at most 160 sums of a product heads by channels;
+// warps of a block; and the blocks that the registers of a multiprocessor are to hold, from the sums of a lane.
+__host__ __device__ constexpr int group_warps(int MT, int Dk) {
+    int warps = (MT * (Dk <= 160 ? 1 : Dk <= 320 ? 2 : 4) + 1) / 2 * SPARSE_SPLIT;
+    return warps < 4 ? warps : 4;
+}
+__host__ __device__ constexpr int block_warps(int MT, int Dk) {
+    int least = Dk > 320 ? 8 : group_warps(MT, Dk) * 2; // of the widest rows, shared memory holds one block, not two
+    return least > SPARSE_WARPS ? least : SPARSE_WARPS;
+}
+constexpr int warps_held(int sums) { return sums > 80 ? 8 : sums > 40 ? 12 : 16; } // of 255, 168, 128 registers
+constexpr int blocks_held(int sums, int warps) { return warps_held(sums) > warps ? warps_held(sums) / warps : 1; }
+
+// Waits until all but the last N of the thread's copies_issued() are complete.
+template <int N> __device__ static void copies_left(void) { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+// A barrier of the warps of a group.
+template <int WARPS> __device__ static void group_sync(int group) {
+    if (WARPS == 1) __syncwarp();
+    else asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(WARPS * WARP) : "memory");
+}
+// 16 bytes that this kernel will not read again, if take: without a branch, so that what stands around it can be interleaved.
+__device__ static void store_16(floatX *to, const uint32_t v[4], int take) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p st.global.cs.v4.b32 [%0], {%1, %2, %3, %4}; }"
+                 ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"(take) : "memory");
+}
+// One instruction; 0 where exp2f() gives a denormal.
+__device__ static float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+// The transpose of an 8x8 matrix: lane l holds row l/4, columns 2(l%4)+{0,1}, before and after.
+__device__ static uint32_t transposed(uint32_t a) {
+    uint32_t b;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(b) : "r"(a));
+    return b;
+}
+
+// The lane's KV row of the tile, of 16: what gather_rows() is given. -1 behind the last of n, and in the upper lanes.
+__device__ static int tile_place(const int32_t *place, int tile, int n) {
+    int lane = threadIdx.x % WARP, j = tile * GROUP_ROWS + lane;
+    return lane < GROUP_ROWS && j < n ? place[j] : -1;
+}
+// A tile's rows as [key | value] of this width, by the warps of a group; zeros for -1. Eight lanes copy a row, 128 bytes at a time. rows: of the
+// sequence, R values each, from the lane's first on, number 8 (lane % 8) of the key; the value starts "jump" behind the key's end.
+template <int WARPS> __device__ static void gather_rows(uint32_t to, const floatX *rows, int place, int part, int R, int Dk, int jump, int wide) {
+    int lane = threadIdx.x % WARP, k = lane % 8 * 8;
+    #pragma unroll
+    for (int p = 0; p < 4 / WARPS; p++) {
+        int r = (p * WARPS + part) * 4 + lane / 8, row = __shfl_sync(0xffffffffu, place, r), take = row >= 0;
+        const floatX *from = rows + (int64_t)max(row, 0) * R;
+        uint32_t at = to + (uint32_t)((r * (wide + PAD) + k) * 2);
+        #pragma unroll
+        for (int u = 0; u < wide; u += 64)
+            if (u + k < wide) copy_16(at + (uint32_t)(u * 2), from + u + (u + k < Dk ? 0 : jump), take);
     }
 }
-// x[head, 0..d) of query i into rows of d + PAD; zeros for heads that are not there.
-__device__ static void gather_heads(const Core &c, const Share &z, floatX *to, const floatX *x, int i, int d) {
-    for (int y = threadIdx.x; y < HEADS * (d / 8); y += QUERY_THREADS) {
-        int h = y / (d / 8), k = y % (d / 8), take = h < z.nh;
-        copy_16(smem_address(to + h * (d + PAD) + k * 8), x + ((int64_t)i * c.H + z.h0 + (take ? h : 0)) * d + k * 8, take);
+// x[head, 0..d) into rows of d + PAD; zeros for heads that are not there.
+template <int HEADS> __device__ static void gather_heads(uint32_t to, const floatX *x, int nh, int d) {
+    for (int h = (int)threadIdx.x / 8; h < HEADS; h += (int)blockDim.x / 8)
+        for (int k = (int)threadIdx.x % 8 * 8; k < d; k += 64) copy_16(to + (uint32_t)((h * (d + PAD) + k) * 2), x + (int64_t)(h < nh ? h : 0) * d + k, h < nh);
+}
+
+// The warps of a group each have a part of the sums x, accumulators of (16, 8) tiles: all get the total, added in the order of the warps. space: the
+// group's, (WARPS, TILES, WARP).
+template <int WARPS, int TILES> __device__ static void add_parts(float (*x)[4], float4 *space, int group, int part) {
+    int lane = threadIdx.x % WARP;
+    #pragma unroll
+    for (int t = 0; t < TILES; t++) space[(part * TILES + t) * WARP + lane] = make_float4(x[t][0], x[t][1], x[t][2], x[t][3]);
+    group_sync<WARPS>(group);
+    #pragma unroll
+    for (int t = 0; t < TILES; t++) {
+        x[t][0] = x[t][1] = x[t][2] = x[t][3] = 0;
+        #pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            float4 v = space[(w * TILES + t) * WARP + lane];
+            x[t][0] += v.x;
+            x[t][1] += v.y;
+            x[t][2] += v.z;
+            x[t][3] += v.w;
+        }
     }
 }
 
-// oc = softmax(scale q . k) v and lse of query i0 + blockIdx.x, columns VT * 16 * blockIdx.y .. of its values. Each warp runs its own online
-// softmax (Milakov and Gimelshein 2018) over its rows; at the end the four are merged. P goes from the accumulators of
-// one product straight into the left operand of the next (Dao 2023).
-template <int VT> __global__ static void __launch_bounds__(QUERY_THREADS) sparse_forward_kernel(Core c, Share z, floatX *oc, float *lse, int i0) {
+// to[head, 0..D) = the sum over groups, in their order, of what they hold: x, 16 heads by the TILES * 16 columns from "column" on. space: for
+// each group "apart" floats, at least 16 (D + PAD), that nobody needs any more once all are here.
+template <int GROUPS, int TILES> __device__ static void merge_groups(floatX *to, const float (*x)[4], float *space, int apart, int group, int column, int heads, int D) {
+    int lane = threadIdx.x % WARP;
+    float *mine = space + group * apart + lane / 4 * (D + PAD) + lane % 4 * 2;
+    __syncthreads();
+    #pragma unroll
+    for (int t = 0; t < 2 * TILES; t++) {
+        if (column + t * 8 >= D) break;
+        for (int r = 0; r < 2; r++) *(float2 *)(mine + r * 8 * (D + PAD) + column + t * 8) = make_float2(x[t][2 * r], x[t][2 * r + 1]);
+    }
+    __syncthreads();
+    for (int y = threadIdx.x; y < heads * (D / 8); y += blockDim.x) {
+        int h = y / (D / 8), d = y % (D / 8) * 8;
+        float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0}, v[8];
+        #pragma unroll
+        for (int g = 0; g < GROUPS; g++) {
+            load<8>(v, space + g * apart + h * (D + PAD) + d);
+            for (int e = 0; e < 8; e++) sum[e] += v[e];
+        }
+        store<8>(to + (int64_t)h * D + d, sum);
+    }
+}
+
+// oc = softmax(scale q . k) v and lse of query i0 + blockIdx.x. Each group runs its own online softmax (Milakov and Gimelshein 2018) over its rows. P
+// goes from the accumulators of one product straight into the left operand of the next (Dao 2023). WIDE: z.wide of layers of just these DK and DV;
+// 0: for all layers up to these.
+template <int MT, int DK, int DV, int WIDE> __global__ static void
+__launch_bounds__(block_warps(MT, DK) * WARP, blocks_held(MT * DV / group_warps(MT, DK) / 2, block_warps(MT, DK)))
+sparse_forward_kernel(Core c, Share z, floatX *oc, float *lse, int i0) {
+    constexpr int WARPS = group_warps(MT, DK), GROUPS = block_warps(MT, DK) / WARPS, CHAINS = MT == 1 ? 2 : 1; // two sums where few would overlap
+    constexpr int KT = (DK / 16 + WARPS - 1) / WARPS, VT = (DV / 16 + WARPS - 1) / WARPS;                 // a warp's part, in 16 channels
+    constexpr int ALL_K = WIDE && DK / 16 % WARPS == 0, ALL_V = WIDE && DV / 16 % WARPS == 0;             // no part is shorter
     extern __shared__ __align__(128) floatX smem_x[];
-    __shared__ float tops[4][HEADS], sums[4][HEADS];
-    int i = i0 + (int)blockIdx.x, n = gpu_span(c, i).n, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, quad = lane % 4, ld = z.wide + PAD, column = VT * 16 * (int)blockIdx.y;
+    __shared__ float tops[GROUPS][MT * 16], sums[GROUPS][MT * 16];
+    const int Dk = WIDE ? DK : c.Dk, Dv = WIDE ? DV : c.Dv, wide = WIDE ? WIDE : z.wide, value_at = wide == Dk ? 0 : Dk, ld = wide + PAD, buffer = GROUP_ROWS * ld;
+    int i = i0 + (int)blockIdx.x, n = gpu_span(c, i).n, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, quad = lane % 4, group = warp / WARPS, part = warp % WARPS;
     const int32_t *place = z.place + (int64_t)blockIdx.x * z.stride;
-    floatX *q = smem_x, *tiles = q + HEADS * (c.Dk + PAD);
-    float o[2 * VT][4], top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0}, scale = c.scale * 1.4426950408889634f; // base 2
-    for (int t = 0; t < 2 * VT; t++)
-        for (int e = 0; e < 4; e++) o[t][e] = 0;
-    gather_heads(c, z, q, c.qrow, i, c.Dk);
-    gather_rows(c, z, tiles, place, i, 0, n);
+    const floatX *rows = kv_row(c, i, 0) + z.key + lane % 8 * 8;
+    floatX *tiles = smem_x + MT * 16 * (Dk + PAD);
+    float4 *parts = (float4 *)(tiles + GROUPS * STAGES * buffer) + group * WARPS * MT * 2 * WARP;
+    uint32_t q_at = smem_address(smem_x), tiles_at = smem_address(tiles + group * STAGES * buffer);
+    int jump = z.value - z.key - Dk, steps = Dk / 16, k0 = WARPS == 1 ? 0 : min(part * KT, steps), k1 = min(k0 + KT, steps), column = part * VT * 16;
+    float o[MT][2 * VT][4], top[MT][2], sum[MT][2], scale = c.scale * 1.4426950408889634f; // base 2
+    for (int m = 0; m < MT; m++) {
+        for (int t = 0; t < 2 * VT; t++)
+            for (int e = 0; e < 4; e++) o[m][t][e] = 0;
+        top[m][0] = top[m][1] = -INFINITY;
+        sum[m][0] = sum[m][1] = 0;
+    }
+    gather_heads<MT * 16>(q_at, c.qrow + ((int64_t)i * c.H + z.h0) * Dk, z.nh, Dk);
     copies_issued();
-    for (int first = 0, turn = 0; first < n; first += ROWS, turn ^= 1) {
-        copies_done();
-        __syncthreads(); // this tile is there, and nobody reads the other any more
-        if (first + ROWS < n) gather_rows(c, z, tiles + (turn ^ 1) * ROWS * ld, place, i, first + ROWS, n);
+    #pragma unroll
+    for (int s = 0; s < STAGES - 1; s++) {
+        int tile = group + s * GROUPS;
+        if (tile * GROUP_ROWS < n) gather_rows<WARPS>(tiles_at + (uint32_t)(s * buffer * 2), rows, tile_place(place, tile, n), part, c.R, Dk, jump, wide);
         copies_issued();
-        const floatX *mine = tiles + turn * ROWS * ld + warp * 16 * ld;
-        int left = n - first - warp * 16;
-        if (left <= 0) continue;
-        float s[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}}; // heads by 16 rows
-        for (int k = 0; k < c.Dk; k += 16) {
+    }
+    int next = tile_place(place, group + (STAGES - 1) * GROUPS, n);
+    copies_left<STAGES - 1>();
+    __syncthreads(); // q is there for all
+    for (int tile = group, stage = 0; tile * GROUP_ROWS < n; tile += GROUPS, stage = stage + 1 < STAGES ? stage + 1 : 0) {
+        copies_left<STAGES - 2>();
+        group_sync<WARPS>(group); // this tile is there, and nobody of the group reads the one before any more
+        int ahead = tile + (STAGES - 1) * GROUPS, left = n - tile * GROUP_ROWS;
+        if (ahead * GROUP_ROWS < n) gather_rows<WARPS>(tiles_at + (uint32_t)((stage ? stage - 1 : STAGES - 1) * buffer * 2), rows, next, part, c.R, Dk, jump, wide);
+        copies_issued();
+        next = tile_place(place, ahead + GROUPS, n);
+        uint32_t at = tiles_at + (uint32_t)(stage * buffer * 2);
+
+        float s[CHAINS * MT * 2][4]; // heads by 16 rows
+        for (int x = 0; x < CHAINS * MT * 2; x++)
+            for (int e = 0; e < 4; e++) s[x][e] = 0;
+        uint32_t q_lane = q_at + (uint32_t)((lane % 16 * (Dk + PAD) + lane / 16 * 8 + k0 * 16) * 2);
+        uint32_t k_lane = at + (uint32_t)(((lane / 16 * 8 + lane % 8) * ld + lane / 8 % 2 * 8 + k0 * 16) * 2);
+        #pragma unroll
+        for (int k = 0; k < KT; k++) {
+            if (!ALL_K && k0 + k >= k1) break;
             uint32_t a[4], b[4];
-            ldmatrix(a, smem_address(q + lane % 16 * (c.Dk + PAD) + k + lane / 16 * 8));
-            ldmatrix(b, smem_address(mine + (lane / 16 * 8 + lane % 8) * ld + k + lane / 8 % 2 * 8));
-            mma(s[0], a, b);
-            mma(s[1], a, b + 2);
-        }
-        float most[2] = {top[0], top[1]}, factor[2];
-        for (int t = 0; t < 2; t++)
-            for (int e = 0; e < 4; e++) {
-                s[t][e] = t * 8 + quad * 2 + e % 2 < left ? s[t][e] * scale : -INFINITY;
-                most[e / 2] = fmaxf(most[e / 2], s[t][e]);
+            ldmatrix(b, k_lane + (uint32_t)(k * 32));
+            #pragma unroll
+            for (int m = 0; m < MT; m++) {
+                float (*to)[4] = s + (k % CHAINS * MT + m) * 2;
+                ldmatrix(a, q_lane + (uint32_t)((m * 16 * (Dk + PAD) + k * 16) * 2));
+                mma(to[0], a, b);
+                mma(to[1], a, b + 2);
             }
-        for (int h = 0; h < 2; h++) {
-            most[h] = fmaxf(most[h], __shfl_xor_sync(0xffffffffu, most[h], 1));
-            most[h] = fmaxf(most[h], __shfl_xor_sync(0xffffffffu, most[h], 2));
-            factor[h] = exp2f(top[h] - most[h]); // at least one row is there: most is finite
-            top[h] = most[h];
-            sum[h] *= factor[h];
         }
-        for (int t = 0; t < 2; t++)
-            for (int e = 0; e < 4; e++) {
-                s[t][e] = exp2f(s[t][e] - top[e / 2]);
-                sum[e / 2] += s[t][e];
+        for (int x = 0; x < MT * 2 && CHAINS == 2; x++)
+            for (int e = 0; e < 4; e++) s[x][e] += s[MT * 2 + x][e];
+        if (WARPS > 1) add_parts<WARPS, MT * 2>(s, parts, group, part);
+
+        uint32_t p[MT][4];
+        float factor[MT][2];
+        #pragma unroll
+        for (int m = 0; m < MT; m++) {
+            float (*x)[4] = s + 2 * m, most[2] = {top[m][0], top[m][1]};
+            for (int t = 0; t < 2; t++)
+                for (int e = 0; e < 4; e++) {
+                    x[t][e] = t * 8 + quad * 2 + e % 2 < left ? x[t][e] * scale : -INFINITY;
+                    most[e / 2] = fmaxf(most[e / 2], x[t][e]);
+                }
+            for (int r = 0; r < 2; r++) {
+                most[r] = fmaxf(most[r], __shfl_xor_sync(0xffffffffu, most[r], 1));
+                most[r] = fmaxf(most[r], __shfl_xor_sync(0xffffffffu, most[r], 2));
+                factor[m][r] = exp2_fast(top[m][r] - most[r]); // at least one row is there: most is finite
+                top[m][r] = most[r];
+                sum[m][r] *= factor[m][r];
             }
-        uint32_t p[4] = {pack(s[0][0], s[0][1]), pack(s[0][2], s[0][3]), pack(s[1][0], s[1][1]), pack(s[1][2], s[1][3])};
+            for (int t = 0; t < 2; t++)
+                for (int e = 0; e < 4; e++) {
+                    x[t][e] = exp2_fast(x[t][e] - top[m][e / 2]);
+                    sum[m][e / 2] += x[t][e];
+                }
+            p[m][0] = pack(x[0][0], x[0][1]);
+            p[m][1] = pack(x[0][2], x[0][3]);
+            p[m][2] = pack(x[1][0], x[1][1]);
+            p[m][3] = pack(x[1][2], x[1][3]);
+        }
+        uint32_t v_lane = at + (uint32_t)((lane % 16 * ld + value_at + column + lane / 16 * 8) * 2);
         #pragma unroll
         for (int t = 0; t < VT; t++) {
+            if (!ALL_V && column + t * 16 >= Dv) break;
             uint32_t b[4];
-            for (int e = 0; e < 4; e++) { o[2 * t][e] *= factor[e / 2]; o[2 * t + 1][e] *= factor[e / 2]; }
-            ldmatrix_trans(b, smem_address(mine + lane % 16 * ld + z.value_at + column + t * 16 + lane / 16 * 8));
-            mma(o[2 * t], p, b);
-            mma(o[2 * t + 1], p, b + 2);
-        }
-    }
-    for (int h = 0; h < 2; h++) {
-        sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 1);
-        sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 2);
-        if (quad == 0) { tops[warp][lane / 4 + h * 8] = top[h]; sums[warp][lane / 4 + h * 8] = sum[h]; }
-    }
-    copies_done(); // of an empty support: the tiles' memory is used again
-    __syncthreads();
-    float *total = (float *)tiles, factor[2]; // (HEADS, VT * 16 + 4) takes the place of the tiles
-    for (int h = 0; h < 2; h++) {
-        int head = lane / 4 + h * 8;
-        float sink = c.sinks && head < z.nh ? c.sinks[z.h0 + head] * 1.4426950408889634f : -INFINITY, all, most = sink;
-        for (int w = 0; w < 4; w++) most = fmaxf(most, tops[w][head]);
-        all = most == -INFINITY ? 0 : exp2f(sink - most);
-        for (int w = 0; w < 4; w++) all += most == -INFINITY ? 0 : sums[w][head] * exp2f(tops[w][head] - most);
-        factor[h] = all > 0 ? exp2f(top[h] - most) / all : 0;
-        if (warp == 0 && quad == 0 && head < z.nh && blockIdx.y == 0) lse[(int64_t)i * c.H + z.h0 + head] = all > 0 ? (most + log2f(all)) * 0.6931471805599453f : -INFINITY;
-    }
-    for (int w = 0; w < 4; w++) { // in this order always
-        if (warp == w)
+            ldmatrix_trans(b, v_lane + (uint32_t)(t * 32));
             #pragma unroll
-            for (int t = 0; t < 2 * VT; t++)
-                for (int e = 0; e < 4; e++) {
-                    float *to = total + (lane / 4 + e / 2 * 8) * (VT * 16 + 4) + t * 8 + quad * 2 + e % 2;
-                    *to = (w ? *to : 0) + o[t][e] * factor[e / 2];
-                }
-        __syncthreads();
-    }
-    for (int x = threadIdx.x; x < z.nh * VT * 8; x += QUERY_THREADS) {
-        const float *from = total + x / (VT * 8) * (VT * 16 + 4) + x % (VT * 8) * 2;
-        *(uint32_t *)(oc + ((int64_t)i * c.H + z.h0 + x / (VT * 8)) * c.Dv + column + x % (VT * 8) * 2) = pack(from[0], from[1]);
-    }
-}
-
-// Backward of query i0 + blockIdx.x for the heads of z. Written: d_qrow (unless NULL); what each row of the support
-// receives, z.wide wide, into partial at the place slot_of says (unless NULL); mass[q, j] = sum over heads of the probabilities
-// (first: set, else added). QT: products of 16 columns of d_q that a warp owns.
-template <int QT> __global__ static void __launch_bounds__(QUERY_THREADS)
-sparse_backward_kernel(Core c, Share z, floatX *d_qrow, floatX *partial, const int32_t *slot_of, float *mass, int first_heads, const floatX *d_oc, const float *lse, const float *delta, int i0) {
-    extern __shared__ __align__(128) floatX smem_x[];
-    __shared__ __align__(16) floatX d_s[ROWS][HEADS + PAD];
-    int i = i0 + (int)blockIdx.x, n = gpu_span(c, i).n, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, quad = lane % 4, ld = z.wide + PAD;
-    int lq = c.Dk + PAD, lo = c.Dv + PAD;
-    const int32_t *place = z.place + (int64_t)blockIdx.x * z.stride, *slot = slot_of + (int64_t)blockIdx.x * z.stride;
-    floatX *q = smem_x, *d_o = q + HEADS * lq, *tiles = d_o + HEADS * lo;
-    float dq[QT][2][4], low[2][2], dot[2][2], scale = c.scale * 1.4426950408889634f; // of the lane's heads quad * 2 + {0, 1} and + 8
-    for (int t = 0; t < QT; t++)
-        for (int e = 0; e < 8; e++) dq[t][e / 4][e % 4] = 0;
-    for (int t = 0; t < 2; t++)
-        for (int e = 0; e < 2; e++) {
-            int h = t * 8 + quad * 2 + e;
-            low[t][e] = h < z.nh ? lse[(int64_t)i * c.H + z.h0 + h] * 1.4426950408889634f : INFINITY; // absent heads have no probability
-            dot[t][e] = h < z.nh && delta ? delta[(int64_t)i * c.H + z.h0 + h] : 0;
-        }
-    gather_heads(c, z, q, c.qrow, i, c.Dk);
-    if (d_oc) gather_heads(c, z, d_o, d_oc, i, c.Dv);
-    gather_rows(c, z, tiles, place, i, 0, n);
-    copies_issued();
-    for (int first = 0, turn = 0; first < n; first += ROWS, turn ^= 1) {
-        copies_done();
-        __syncthreads();
-        if (first + ROWS < n) gather_rows(c, z, tiles + (turn ^ 1) * ROWS * ld, place, i, first + ROWS, n);
-        copies_issued();
-        const floatX *tile = tiles + turn * ROWS * ld, *mine = tile + warp * 16 * ld;
-        int j[2] = {first + warp * 16 + lane / 4, first + warp * 16 + lane / 4 + 8}; // the lane's two places
-        float p[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}}, ds[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}}; // 16 rows by heads 0..7 and 8..15
-        for (int k = 0; k < c.Dk; k += 16) {
-            uint32_t a[4], b[4];
-            ldmatrix(a, smem_address(mine + lane % 16 * ld + k + lane / 16 * 8));
-            ldmatrix(b, smem_address(q + (lane / 16 * 8 + lane % 8) * lq + k + lane / 8 % 2 * 8));
-            mma(p[0], a, b);
-            mma(p[1], a, b + 2);
-        }
-        for (int k = 0; k < c.Dv && d_oc; k += 16) {
-            uint32_t a[4], b[4];
-            ldmatrix(a, smem_address(mine + lane % 16 * ld + z.value_at + k + lane / 16 * 8));
-            ldmatrix(b, smem_address(d_o + (lane / 16 * 8 + lane % 8) * lo + k + lane / 8 % 2 * 8));
-            mma(ds[0], a, b);
-            mma(ds[1], a, b + 2);
-        }
-        float all[2] = {0, 0};
-        for (int t = 0; t < 2; t++)
-            for (int e = 0; e < 4; e++) {
-                float x = j[e / 2] < n ? exp2f(p[t][e] * scale - low[t][e % 2]) : 0;
-                p[t][e] = x;
-                ds[t][e] = x * (ds[t][e] - dot[t][e % 2]) * c.scale;
-                all[e / 2] += x;
-            }
-        for (int r = 0; r < 2 && mass; r++) {
-            all[r] += __shfl_xor_sync(0xffffffffu, all[r], 1);
-            all[r] += __shfl_xor_sync(0xffffffffu, all[r], 2);
-            if (quad == 0 && j[r] < n) {
-                float *to = mass + (int64_t)blockIdx.x * z.stride + j[r];
-                *to = first_heads ? all[r] : *to + all[r];
-            }
-        }
-        if (!partial) continue; // only the mass was wanted
-        uint32_t ps[4] = {pack(p[0][0], p[0][1]), pack(p[0][2], p[0][3]), pack(p[1][0], p[1][1]), pack(p[1][2], p[1][3])};
-        uint32_t g[4] = {pack(ds[0][0], ds[0][1]), pack(ds[0][2], ds[0][3]), pack(ds[1][0], ds[1][1]), pack(ds[1][2], ds[1][3])};
-        for (int r = 0; r < 2; r++)
-            for (int t = 0; t < 2; t++) *(uint32_t *)&d_s[warp * 16 + lane / 4 + r * 8][t * 8 + quad * 2] = g[t * 2 + r];
-        // what the warp's 16 rows receive, 16 columns at a time: d_s^T q to the keys, p^T d_o to the values
-        int64_t at[2];
-        for (int r = 0; r < 2; r++) at[r] = j[r] < n ? (int64_t)slot[j[r]] * z.wide : -1;
-        for (int column = 0; column < z.wide; column += 16) {
-            float y[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
-            uint32_t b[4];
-            int value = column - z.value_at;
-            if (column < c.Dk) {
-                ldmatrix_trans(b, smem_address(q + lane % 16 * lq + column + lane / 16 * 8));
-                mma(y[0], g, b);
-                mma(y[1], g, b + 2);
-            }
-            if (value >= 0 && value < c.Dv) {
-                ldmatrix_trans(b, smem_address(d_o + lane % 16 * lo + value + lane / 16 * 8));
-                mma(y[0], ps, b);
-                mma(y[1], ps, b + 2);
-            }
-            // neighbours swap halves, so that a lane writes four columns together and a quad 32 bytes
-            int odd = lane & 1;
-            for (int r = 0; r < 2; r++) {
-                uint32_t own = pack(y[0][2 * r], y[0][2 * r + 1]), other = pack(y[1][2 * r], y[1][2 * r + 1]), got = __shfl_xor_sync(0xffffffffu, odd ? own : other, 1);
-                if (at[r] >= 0) *(uint2 *)(partial + at[r] + column + odd * 8 + quad / 2 * 4) = odd ? make_uint2(got, other) : make_uint2(own, got);
-            }
-        }
-        __syncthreads(); // d_s of all warps is there
-        #pragma unroll
-        for (int k = 0; k < ROWS; k += 16) {
-            uint32_t a[4], b[4];
-            ldmatrix_trans(a, smem_address(&d_s[k + lane / 16 * 8 + lane % 8][lane / 8 % 2 * 8]));
-            #pragma unroll
-            for (int t = 0; t < QT; t++) {
-                int column = (warp + 4 * t) * 16;
-                if (column >= c.Dk) break;
-                ldmatrix_trans(b, smem_address(tile + (k + lane % 16) * ld + column + lane / 16 * 8));
-                mma(dq[t][0], a, b);
-                mma(dq[t][1], a, b + 2);
+            for (int m = 0; m < MT; m++) {
+                for (int e = 0; e < 8; e++) o[m][2 * t + e / 4][e % 4] *= factor[m][e % 4 / 2];
+                mma(o[m][2 * t], p[m], b);
+                mma(o[m][2 * t + 1], p[m], b + 2);
             }
         }
     }
     #pragma unroll
-    for (int t = 0; t < QT && d_qrow; t++)
-        for (int half = 0; half < 2; half++)
-            for (int r = 0; r < 2; r++) {
-                int h = lane / 4 + r * 8, column = (warp + 4 * t) * 16 + half * 8 + quad * 2;
-                if (h < z.nh && column < c.Dk) *(uint32_t *)(d_qrow + ((int64_t)i * c.H + z.h0 + h) * c.Dk + column) = pack(dq[t][half][2 * r], dq[t][half][2 * r + 1]);
+    for (int m = 0; m < MT; m++)
+        for (int r = 0; r < 2; r++) {
+            sum[m][r] += __shfl_xor_sync(0xffffffffu, sum[m][r], 1);
+            sum[m][r] += __shfl_xor_sync(0xffffffffu, sum[m][r], 2);
+            if (part == 0 && quad == 0) {
+                tops[group][m * 16 + r * 8 + lane / 4] = top[m][r];
+                sums[group][m * 16 + r * 8 + lane / 4] = sum[m][r];
             }
+        }
+    __syncthreads();
+    #pragma unroll
+    for (int m = 0; m < MT; m++) {
+        for (int r = 0; r < 2; r++) {
+            int head = m * 16 + r * 8 + lane / 4;
+            float sink = c.sinks && head < z.nh ? c.sinks[z.h0 + head] * 1.4426950408889634f : -INFINITY, all, factor, most = sink;
+            for (int g = 0; g < GROUPS; g++) most = fmaxf(most, tops[g][head]);
+            all = most == -INFINITY ? 0 : exp2f(sink - most);
+            for (int g = 0; g < GROUPS; g++) all += most == -INFINITY ? 0 : sums[g][head] * exp2f(tops[g][head] - most);
+            factor = all > 0 ? exp2f(top[m][r] - most) / all : 0;
+            for (int t = 0; t < 2 * VT; t++) {
+                o[m][t][2 * r] *= factor;
+                o[m][t][2 * r + 1] *= factor;
+            }
+            if (warp == 0 && quad == 0 && head < z.nh) lse[(int64_t)i * c.H + z.h0 + head] = all > 0 ? (most + log2f(all)) * 0.6931471805599453f : -INFINITY;
+        }
+        merge_groups<GROUPS, VT>(oc + ((int64_t)i * c.H + z.h0 + m * 16) * Dv, o[m], (float *)tiles, STAGES * buffer / 2, group, column, min(16, z.nh - m * 16), Dv);
+    }
+}
+
+// v[t] of lane l of a quad becomes v[l] of lane t.
+__device__ static void quad_transpose(uint32_t v[4]) {
+    #pragma unroll
+    for (int bit = 1; bit <= 2; bit *= 2) {
+        int upper = (threadIdx.x & bit) != 0;
+        #pragma unroll
+        for (int t = 0; t < 4; t++) {
+            if (t & bit) continue;
+            uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? v[t] : v[t + bit], bit);
+            if (upper) v[t] = got;
+            else v[t + bit] = got;
+        }
+    }
+}
+
+// Backward of query i0 + blockIdx.x for the heads of z. Written: mass[q, j] = sum over heads of the probabilities (first_heads: set, else added;
+// NULL: not wanted); and with LEARN d_qrow, and what each row of the support receives, z.wide wide, into partial at the place slot_of says. DK, DV,
+// WIDE as in forward.
+template <int MT, int DK, int DV, int WIDE, int LEARN> __global__ static void
+__launch_bounds__(block_warps(MT, DK) * WARP, blocks_held(LEARN * MT * DK / group_warps(MT, DK) / 2, block_warps(MT, DK)))
+sparse_backward_kernel(Core c, Share z, floatX *d_qrow, floatX *partial, const int32_t *slot_of, float *mass, int first_heads, const floatX *d_oc, const float *lse, const float *delta, int i0) {
+    constexpr int WARPS = group_warps(MT, DK), GROUPS = block_warps(MT, DK) / WARPS, NT = 2 * MT; // NT: tiles of 8 heads
+    constexpr int KT = (DK / 16 + WARPS - 1) / WARPS, VT = (DV / 16 + WARPS - 1) / WARPS, ALL_K = WIDE && DK / 16 % WARPS == 0;
+    extern __shared__ __align__(128) floatX smem_x[];
+    const int Dk = WIDE ? DK : c.Dk, Dv = WIDE ? DV : c.Dv, wide = WIDE ? WIDE : z.wide, value_at = wide == Dk ? 0 : Dk;
+    const int ld = wide + PAD, lq = Dk + PAD, lo = Dv + PAD, buffer = GROUP_ROWS * ld;
+    int i = i0 + (int)blockIdx.x, n = gpu_span(c, i).n, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, quad = lane % 4, group = warp / WARPS, part = warp % WARPS;
+    const int32_t *place = z.place + (int64_t)blockIdx.x * z.stride, *slot = slot_of + (int64_t)blockIdx.x * z.stride;
+    const floatX *rows = kv_row(c, i, 0) + z.key + lane % 8 * 8;
+    int64_t head0 = (int64_t)i * c.H + z.h0;
+    floatX *d_o = smem_x + MT * 16 * lq, *tiles = d_o + LEARN * MT * 16 * lo;
+    float4 *parts = (float4 *)(tiles + GROUPS * STAGES * buffer) + group * WARPS * 2 * NT * WARP;
+    uint32_t q_at = smem_address(smem_x), o_at = smem_address(d_o), tiles_at = smem_address(tiles + group * STAGES * buffer);
+    int jump = z.value - z.key - Dk, steps = Dk / 16, k0 = WARPS == 1 ? 0 : min(part * KT, steps), k1 = min(k0 + KT, steps);
+    int both = LEARN && !value_at ? min(k1, Dv / 16) : 0, column = part * KT * 16;
+    float dq[MT][2 * KT][4], low[NT][2], dot[NT][2], scale = c.scale * 1.4426950408889634f; // low, dot: of the lane's heads 8t + 2 quad + {0, 1}
+    for (int m = 0; m < MT; m++)
+        for (int t = 0; t < 2 * KT; t++)
+            for (int e = 0; e < 4; e++) dq[m][t][e] = 0;
+    #pragma unroll
+    for (int t = 0; t < NT; t++)
+        for (int e = 0; e < 2; e++) {
+            int h = t * 8 + quad * 2 + e;
+            low[t][e] = h < z.nh ? lse[head0 + h] * 1.4426950408889634f : INFINITY; // absent heads have no probability
+            dot[t][e] = LEARN && h < z.nh ? delta[head0 + h] : 0;
+        }
+    gather_heads<MT * 16>(q_at, c.qrow + head0 * Dk, z.nh, Dk);
+    if (LEARN) gather_heads<MT * 16>(o_at, d_oc + head0 * Dv, z.nh, Dv);
+    copies_issued();
+    #pragma unroll
+    for (int s = 0; s < STAGES - 1; s++) {
+        int tile = group + s * GROUPS;
+        if (tile * GROUP_ROWS < n) gather_rows<WARPS>(tiles_at + (uint32_t)(s * buffer * 2), rows, tile_place(place, tile, n), part, c.R, Dk, jump, wide);
+        copies_issued();
+    }
+    int next = tile_place(place, group + (STAGES - 1) * GROUPS, n), slots = LEARN ? tile_place(slot, group, n) : -1; // for copies ahead, for this tile
+    copies_left<STAGES - 1>();
+    __syncthreads();
+    for (int tile = group, stage = 0; tile * GROUP_ROWS < n; tile += GROUPS, stage = stage + 1 < STAGES ? stage + 1 : 0) {
+        copies_left<STAGES - 2>();
+        group_sync<WARPS>(group);
+        int ahead = tile + (STAGES - 1) * GROUPS, j[2] = {tile * GROUP_ROWS + lane / 4, tile * GROUP_ROWS + lane / 4 + 8}, to[2]; // the lane's two places
+        for (int r = 0; r < 2 && LEARN; r++) to[r] = __shfl_sync(0xffffffffu, slots, lane / 4 + r * 8);
+        if (ahead * GROUP_ROWS < n) gather_rows<WARPS>(tiles_at + (uint32_t)((stage ? stage - 1 : STAGES - 1) * buffer * 2), rows, next, part, c.R, Dk, jump, wide);
+        copies_issued();
+        next = tile_place(place, ahead + GROUPS, n);
+        if (LEARN) slots = tile_place(slot, tile + GROUPS, n);
+        uint32_t at = tiles_at + (uint32_t)(stage * buffer * 2);
+
+        float x[2 * NT][4], (*p)[4] = x, (*ds)[4] = x + NT; // 16 rows by heads: logits, then probabilities; d_oc . v, then d_s
+        for (int t = 0; t < 2 * NT; t++)
+            for (int e = 0; e < 4; e++) x[t][e] = 0;
+        uint32_t row_lane = at + (uint32_t)((lane % 16 * ld + lane / 16 * 8) * 2);
+        uint32_t q_lane = q_at + (uint32_t)(((lane / 16 * 8 + lane % 8) * lq + lane / 8 % 2 * 8) * 2);
+        uint32_t o_lane = o_at + (uint32_t)(((lane / 16 * 8 + lane % 8) * lo + lane / 8 % 2 * 8) * 2);
+        auto product = [&](float (*sum)[4], const uint32_t a[4], uint32_t heads, int pitch) { // sum += a times 16 channels of all heads
+            #pragma unroll
+            for (int m = 0; m < MT; m++) {
+                uint32_t b[4];
+                ldmatrix(b, heads + (uint32_t)(m * 16 * pitch * 2));
+                mma(sum[2 * m], a, b);
+                mma(sum[2 * m + 1], a, b + 2);
+            }
+        };
+        #pragma unroll 8
+        for (int k = k0; k < both; k++) { // the value is the head of the key: one load for both
+            uint32_t a[4];
+            ldmatrix(a, row_lane + (uint32_t)(k * 32));
+            product(p, a, q_lane + (uint32_t)(k * 32), lq);
+            product(ds, a, o_lane + (uint32_t)(k * 32), lo);
+        }
+        #pragma unroll 8
+        for (int k = max(k0, both); k < k1; k++) {
+            uint32_t a[4];
+            ldmatrix(a, row_lane + (uint32_t)(k * 32));
+            product(p, a, q_lane + (uint32_t)(k * 32), lq);
+        }
+        #pragma unroll 8
+        for (int k = part * VT; k < min((part + 1) * VT, Dv / 16) && LEARN && value_at; k++) {
+            uint32_t a[4];
+            ldmatrix(a, row_lane + (uint32_t)((value_at + k * 16) * 2));
+            product(ds, a, o_lane + (uint32_t)(k * 32), lo);
+        }
+        if (WARPS > 1) add_parts<WARPS, LEARN ? 2 * NT : NT>(x, parts, group, part);
+        float all[2] = {0, 0};
+        #pragma unroll
+        for (int t = 0; t < NT; t++)
+            for (int e = 0; e < 4; e++) {
+                float v = exp2_fast(p[t][e] * scale - low[t][e % 2]);
+                p[t][e] = j[e / 2] < n ? v : 0;
+                ds[t][e] = p[t][e] * (ds[t][e] - dot[t][e % 2]) * c.scale;
+                all[e / 2] += p[t][e];
+            }
+        for (int r = 0; r < 2 && mass; r++) {
+            all[r] += __shfl_xor_sync(0xffffffffu, all[r], 1);
+            all[r] += __shfl_xor_sync(0xffffffffu, all[r], 2);
+            if (part == 0 && quad == 0 && j[r] < n) {
+                float *sum = mass + (int64_t)blockIdx.x * z.stride + j[r];
+                *sum = first_heads ? all[r] : *sum + all[r];
+            }
+        }
+        if constexpr (LEARN) {
+            uint32_t ps[MT][4], g[MT][4];
+            #pragma unroll
+            for (int m = 0; m < MT; m++)
+                for (int e = 0; e < 4; e++) {
+                    ps[m][e] = pack(p[2 * m + e / 2][e % 2 * 2], p[2 * m + e / 2][e % 2 * 2 + 1]);
+                    g[m][e] = pack(ds[2 * m + e / 2][e % 2 * 2], ds[2 * m + e / 2][e % 2 * 2 + 1]);
+                }
+            // What the 16 rows receive: d_s^T q to the keys, p^T d_o to the values. 32 columns at a time, two of each 8 in a lane; the four lanes of a
+            // quad exchange them, so that each has 8 columns in a row, and writes 16 bytes of the quad's 64.
+            uint32_t q_cols = q_at + (uint32_t)((lane % 16 * lq + lane / 16 * 8) * 2), o_cols = o_at + (uint32_t)((lane % 16 * lo + lane / 16 * 8) * 2);
+            floatX *out[2];
+            for (int r = 0; r < 2; r++) out[r] = partial + (int64_t)max(to[r], 0) * wide + quad * 8;
+            auto receive = [&](int first, int keys, int values) { // a key may end in the middle
+                float y[4][4];
+                for (int t = 0; t < 4; t++)
+                    for (int e = 0; e < 4; e++) y[t][e] = 0;
+                #pragma unroll
+                for (int x = 0; x < 2 * MT; x++) {
+                    int half = x / MT, m = x % MT, col = first + half * 16;
+                    uint32_t b[4];
+                    if (keys && (values || col < Dk)) {
+                        ldmatrix_trans(b, q_cols + (uint32_t)((m * 16 * lq + col) * 2));
+                        mma(y[2 * half], g[m], b);
+                        mma(y[2 * half + 1], g[m], b + 2);
+                    }
+                    if (values) {
+                        ldmatrix_trans(b, o_cols + (uint32_t)((m * 16 * lo + col - value_at) * 2));
+                        mma(y[2 * half], ps[m], b);
+                        mma(y[2 * half + 1], ps[m], b + 2);
+                    }
+                }
+                for (int r = 0; r < 2; r++) {
+                    uint32_t v[4];
+                    for (int t = 0; t < 4; t++) v[t] = pack(y[t][2 * r], y[t][2 * r + 1]);
+                    quad_transpose(v);
+                    store_16(out[r] + first, v, to[r] >= 0 && (values || first + quad * 8 < Dk));
+                }
+            };
+            int shared = value_at ? 0 : Dv; // columns that are both
+            #pragma unroll 2
+            for (int first = part * 32; first < shared; first += WARPS * 32) receive(first, 1, 1);
+            #pragma unroll 2
+            for (int first = shared + part * 32; first < Dk; first += WARPS * 32) receive(first, 1, 0);
+            #pragma unroll 2
+            for (int first = value_at + part * 32; first < wide && value_at; first += WARPS * 32) receive(first, 0, 1);
+            // d_q [heads, the warp's columns] += d_s [heads, 16 rows] k [16 rows, columns]
+            uint32_t columns = at + (uint32_t)((lane % 16 * ld + column + lane / 16 * 8) * 2);
+            #pragma unroll
+            for (int m = 0; m < MT; m++) {
+                uint32_t turned[4] = {transposed(g[m][0]), transposed(g[m][2]), transposed(g[m][1]), transposed(g[m][3])};
+                for (int e = 0; e < 4; e++) g[m][e] = turned[e];
+            }
+            #pragma unroll
+            for (int t = 0; t < KT; t++) {
+                if (!ALL_K && column + t * 16 >= Dk) break;
+                uint32_t b[4];
+                ldmatrix_trans(b, columns + (uint32_t)(t * 32));
+                #pragma unroll
+                for (int m = 0; m < MT; m++) {
+                    mma(dq[m][2 * t], g[m], b);
+                    mma(dq[m][2 * t + 1], g[m], b + 2);
+                }
+            }
+        }
+    }
+    if constexpr (LEARN)
+        #pragma unroll
+        for (int m = 0; m < MT; m++)
+            merge_groups<GROUPS, KT>(d_qrow + (head0 + m * 16) * Dk, dq[m], (float *)tiles, STAGES * buffer / 2, group, column, min(16, z.nh - m * 16), Dk);
 }
 
 // slot_of[pair] = its rank among the sorted pairs; start[x] = the first pair of row x.
@@ -3149,14 +3381,20 @@ indexer_kl_kernel(Core c, Teach y, const int32_t *slot_of, floatX *rows, int i0)
     }
 }
 
-// What one block needs of shared memory, and whether the kernels have instances for the layer's sizes.
-static size_t forward_bytes(const Layer *l, int wide) { return (size_t)(HEADS * (l->Dk + PAD) + 2 * ROWS * (wide + PAD)) * sizeof(floatX); }
-static size_t backward_bytes(const Layer *l, int wide) { return forward_bytes(l, wide) + (size_t)(HEADS * (l->Dv + PAD)) * sizeof(floatX); }
+// Bytes of shared memory of a block that takes 16 MT heads: q, with "learn" d_oc, the tiles of its groups, the parts of sums.
+static size_t sparse_bytes(const Layer *l, int wide, int MT, int learn, int backward) {
+    int warps = block_warps(MT, (int)l->Dk), ways = group_warps(MT, (int)l->Dk), heads = MT * 16;
+    int64_t values = heads * (l->Dk + PAD) + (learn ? heads * (l->Dv + PAD) : 0) + warps / ways * STAGES * GROUP_ROWS * (wide + PAD);
+    return (size_t)values * sizeof(floatX) + (ways > 1 ? (size_t)(warps * MT * 2 * (backward ? 2 : 1) * WARP) * sizeof(float4) : 0);
+}
 static int share_width(const Layer *l) { return (int)(l->G == 1 && l->v_off == 0 ? l->Dk : l->Dk + l->Dv); }
+enum { SHARED_BYTES = 220 * 1024 }; // of a block, at most
+
+// Whether the kernels have instances for the layer's sizes.
 static int fast_core(const Model *g, const Layer *l) {
     const Config *c = &g->c;
     int wide = share_width(l), teach = kl_teachers(g, l) > 0;
-    int sizes = l->Dk % 16 == 0 && l->Dv % 32 == 0 && l->Dk <= 576 && l->R % 8 == 0 && l->v_off % 8 == 0 && backward_bytes(l, wide) <= 220 * 1024;
+    int sizes = l->Dk % (wide > l->Dk ? 32 : 16) == 0 && l->Dv % 32 == 0 && l->Dk <= 576 && l->Dv <= l->Dk && l->R % 8 == 0 && l->v_off % 8 == 0 && sparse_bytes(l, wide, 1, 1, 1) <= SHARED_BYTES;
     int index = !teach || (!attends_to_all(g, l) && (c->DI == 32 || c->DI == 64 || c->DI == 128) && indexer_kl_bytes(64, (int)c->DI, (int)c->topk) < 220 * 1024);
     return sizes && index;
 }
@@ -3169,12 +3407,15 @@ static int64_t fast_queries(const Model *g, const Layer *l) {
     return max64(1, min64(g->N, most / values));
 }
 
-// The heads of a KV row group, at most 16, from h0 on.
+// Heads that a block takes, in 16: two where the heads of a KV row group are more than 16, as each launch gathers the rows again.
+static int head_tiles(const Model *g, const Layer *l) { return g->c.H / l->G > 16 && sparse_bytes(l, share_width(l), 2, 1, 1) <= SHARED_BYTES ? 2 : 1; }
+
+// The heads of a KV row group that one launch takes, from h0 on.
 static Share share_of(const Model *g, const Layer *l, int64_t h0, const int32_t *place) {
     Share z;
     int64_t hg = g->c.H / l->G, group = h0 / hg, inside = share_width(l) == l->Dk;
     z.h0 = (int)h0;
-    z.nh = (int)min64(HEADS, (group + 1) * hg - h0);
+    z.nh = (int)min64(16 * head_tiles(g, l), (group + 1) * hg - h0);
     z.key = (int)(group * l->Dk);
     z.value = (int)(l->v_off + group * l->Dv);
     z.wide = share_width(l);
@@ -3191,24 +3432,44 @@ static const int32_t *fast_places(const Core &c, const Layer *l, int i0, int n) 
     return G_.place;
 }
 
-template <int VT> static void launch_forward(const Core &c, const Layer *l, const Share &z, int i0, int n) {
-    size_t bytes = forward_bytes(l, z.wide);
-    CUDA_CHECK(cudaFuncSetAttribute(sparse_forward_kernel<VT>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-    sparse_forward_kernel<VT><<<dim3((unsigned)n, (unsigned)(c.Dv / (VT * 16))), QUERY_THREADS, bytes, stream>>>(c, z, X(l->oc), l->lse, i0);
+template <int MT, int DK, int DV, int WIDE> static void launch_forward(const Core &c, const Layer *l, const Share &z, int i0, int n) {
+    size_t bytes = sparse_bytes(l, z.wide, MT, 0, 0);
+    CUDA_CHECK(cudaFuncSetAttribute(sparse_forward_kernel<MT, DK, DV, WIDE>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    sparse_forward_kernel<MT, DK, DV, WIDE><<<(unsigned)n, block_warps(MT, DK) * WARP, bytes, stream>>>(c, z, X(l->oc), l->lse, i0);
+}
+template <int MT, int DK, int DV, int WIDE, int LEARN>
+static void launch_backward(const Core &c, const Layer *l, const Share &z, floatX *d_qrow, floatX *partial, float *mass, const floatX *d_oc, int i0, int n) {
+    size_t bytes = sparse_bytes(l, z.wide, MT, LEARN, 1);
+    CUDA_CHECK(cudaFuncSetAttribute(sparse_backward_kernel<MT, DK, DV, WIDE, LEARN>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    sparse_backward_kernel<MT, DK, DV, WIDE, LEARN>
+        <<<(unsigned)n, block_warps(MT, DK) * WARP, bytes, stream>>>(c, z, d_qrow, partial, G_.slot_of, mass, z.h0 == 0, d_oc, l->lse, G_.delta, i0);
+}
+
+// LAUNCH(MT, DK, DV, WIDE) of the first instance that takes the layer: one made for its sizes, or one for sizes up to its own.
+#define FOR_SIZES(MT, LAUNCH)                                                                       \
+    do {                                                                                            \
+        if (SPARSE_FIXED && c.Dk == 144 && c.Dv == 128 && z.wide == 144) LAUNCH(MT, 144, 128, 144); \
+        else if (SPARSE_FIXED && c.Dk == 288 && c.Dv == 256 && z.wide == 288) LAUNCH(MT, 288, 256, 288); \
+        else if (SPARSE_FIXED && c.Dk == 320 && c.Dv == 256 && z.wide == 320) LAUNCH(MT, 320, 256, 320); \
+        else if (SPARSE_FIXED && c.Dk == 576 && c.Dv == 512 && z.wide == 576) LAUNCH(MT, 576, 512, 576); \
+        else if (c.Dk <= 160) LAUNCH(MT, 160, 160, 0);                                              \
+        else if (c.Dk <= 320) LAUNCH(MT, 320, 320, 0);                                              \
+        else LAUNCH(MT, 576, 576, 0);                                                               \
+    } while (0)
+static void gpu_sparse_forward(const Core &c, const Layer *l, const Share &z, int i0, int n) {
+#define LAUNCH(MT, DK, DV, WIDE) launch_forward<MT, DK, DV, WIDE>(c, l, z, i0, n)
+    if (z.nh > 16) FOR_SIZES(2, LAUNCH);
+    else FOR_SIZES(1, LAUNCH);
+#undef LAUNCH
 }
 // partial NULL: only the mass.
-template <int QT> static void launch_backward(const Core &c, const Layer *l, const Share &z, floatX *d_qrow, floatX *partial, float *mass, const floatX *d_oc, int i0, int n) {
-    size_t bytes = backward_bytes(l, z.wide);
-    CUDA_CHECK(cudaFuncSetAttribute(sparse_backward_kernel<QT>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-    sparse_backward_kernel<QT><<<(unsigned)n, QUERY_THREADS, bytes, stream>>>(c, z, d_qrow, partial, G_.slot_of, mass, z.h0 == 0, d_oc, l->lse, G_.delta, i0);
-}
 static void gpu_sparse_backward(const Core &c, const Layer *l, const Share &z, floatX *d_qrow, floatX *partial, float *mass, const floatX *d_oc, int i0, int n) {
-    int tiles = (c.Dk + 63) / 64;
-    if (tiles <= 1) launch_backward<1>(c, l, z, d_qrow, partial, mass, d_oc, i0, n);
-    else if (tiles <= 2) launch_backward<2>(c, l, z, d_qrow, partial, mass, d_oc, i0, n);
-    else if (tiles <= 3) launch_backward<3>(c, l, z, d_qrow, partial, mass, d_oc, i0, n);
-    else if (tiles <= 5) launch_backward<5>(c, l, z, d_qrow, partial, mass, d_oc, i0, n);
-    else launch_backward<9>(c, l, z, d_qrow, partial, mass, d_oc, i0, n);
+#define LAUNCH(MT, DK, DV, WIDE)                                                                                 \
+    (partial ? launch_backward<MT, DK, DV, WIDE, 1>(c, l, z, d_qrow, partial, mass, d_oc, i0, n)                 \
+             : launch_backward<MT, DK, DV, WIDE, 0>(c, l, z, d_qrow, partial, mass, d_oc, i0, n))
+    if (z.nh > 16) FOR_SIZES(2, LAUNCH);
+    else FOR_SIZES(1, LAUNCH);
+#undef LAUNCH
 }
 
 template <int HP, int DI> static void launch_kl(const Core &c, const Teach &y, int learn, int i0, int n) {
@@ -3265,10 +3526,7 @@ static void fast_forward(Model *g, Layer *l, int teach) {
         const int32_t *place = fast_places(c, l, i0, n);
         for (int h0 = 0; h0 < c.H;) {
             Share z = share_of(g, l, h0, place);
-            if (c.Dv % 256 == 0) launch_forward<16>(c, l, z, i0, n);
-            else if (c.Dv % 128 == 0) launch_forward<8>(c, l, z, i0, n);
-            else if (c.Dv % 64 == 0) launch_forward<4>(c, l, z, i0, n);
-            else launch_forward<2>(c, l, z, i0, n);
+            gpu_sparse_forward(c, l, z, i0, n);
             h0 += z.nh;
         }
         for (int h0 = 0; h0 < c.H && teach;) {
@@ -3315,12 +3573,6 @@ typedef struct {
 
 #define LOG2E 1.4426950408889634f
 enum { TILE_ROWS = 64, QUERIES = 128, PANEL = TILE_ROWS * 128, WGMMA_THREADS = 256, GROUP_THREADS = 128 };
-
-__device__ static float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 
 // 4 or 8 bytes from global to shared memory; zeros when not take.
 template <int BYTES> __device__ static void copy_small(uint32_t to, const void *from, bool take) {
