@@ -2614,21 +2614,7 @@ static void fast_forward(Model *, Layer *, int) {}
 static void fast_backward(Model *, Layer *, int) {}
 #else
 
-// Being measured: warps of a block (at least two groups); warps that share a group where the registers would allow one; tiles that a group has in
-// shared memory; whether the published sizes have kernels of their own.
-#ifndef SPARSE_WARPS
-#define SPARSE_WARPS 4
-#endif
-#ifndef SPARSE_SPLIT
-#define SPARSE_SPLIT 1
-#endif
-#ifndef SPARSE_STAGES
-#define SPARSE_STAGES 2
-#endif
-#ifndef SPARSE_FIXED
-#define SPARSE_FIXED 1
-#endif
-enum { GROUP_ROWS = 16, STAGES = SPARSE_STAGES };
+enum { GROUP_ROWS = 16 };
 
 // One launch's share of a layer: heads h0 .. h0 + nh, which read the keys and values of one KV row group; where these
 // stand in a KV row and in a row of the tile (values inside the keys where they are the same channels).
@@ -2641,18 +2627,15 @@ typedef struct {
 // For 16 MT heads and keys of up to 160, 320 or 576 channels: warps of a group, such that a lane holds at most 160 sums of a product heads by channels;
 // warps of a block; and the blocks that the registers of a multiprocessor are to hold, from the sums of a lane.
 __host__ __device__ constexpr int group_warps(int MT, int Dk) {
-    int warps = (MT * (Dk <= 160 ? 1 : Dk <= 320 ? 2 : 4) + 1) / 2 * SPARSE_SPLIT;
+    int warps = (MT * (Dk <= 160 ? 1 : Dk <= 320 ? 2 : 4) + 1) / 2;
     return warps < 4 ? warps : 4;
 }
-__host__ __device__ constexpr int block_warps(int MT, int Dk) {
-    int least = Dk > 320 ? 8 : group_warps(MT, Dk) * 2; // of the widest rows, shared memory holds one block, not two
-    return least > SPARSE_WARPS ? least : SPARSE_WARPS;
-}
+__host__ __device__ constexpr int block_warps(int MT, int Dk) { return group_warps(MT, Dk) > 2 ? 2 * group_warps(MT, Dk) : 4; }
 constexpr int warps_held(int sums) { return sums > 80 ? 8 : sums > 40 ? 12 : 16; } // of 255, 168, 128 registers
 constexpr int blocks_held(int sums, int warps) { return warps_held(sums) > warps ? warps_held(sums) / warps : 1; }
 
-// Waits until all but the last N of the thread's copies_issued() are complete.
-template <int N> __device__ static void copies_left(void) { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+// Waits until all but the last of the thread's copies_issued() are complete.
+__device__ static void copies_done_but_last(void) { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
 // A barrier of the warps of a group.
 template <int WARPS> __device__ static void group_sync(int group) {
     if (WARPS == 1) __syncwarp();
@@ -2762,8 +2745,8 @@ sparse_forward_kernel(Core c, Share z, floatX *oc, float *lse, int i0) {
     const int32_t *place = z.place + (int64_t)blockIdx.x * z.stride;
     const floatX *rows = kv_row(c, i, 0) + z.key + lane % 8 * 8;
     floatX *tiles = smem_x + MT * 16 * (Dk + PAD);
-    float4 *parts = (float4 *)(tiles + GROUPS * STAGES * buffer) + group * WARPS * MT * 2 * WARP;
-    uint32_t q_at = smem_address(smem_x), tiles_at = smem_address(tiles + group * STAGES * buffer);
+    float4 *parts = (float4 *)(tiles + GROUPS * 2 * buffer) + group * WARPS * MT * 2 * WARP;
+    uint32_t q_at = smem_address(smem_x), tiles_at = smem_address(tiles + group * 2 * buffer);
     int jump = z.value - z.key - Dk, steps = Dk / 16, k0 = WARPS == 1 ? 0 : min(part * KT, steps), k1 = min(k0 + KT, steps), column = part * VT * 16;
     float o[MT][2 * VT][4], top[MT][2], sum[MT][2], scale = c.scale * 1.4426950408889634f; // base 2
     for (int m = 0; m < MT; m++) {
@@ -2774,23 +2757,19 @@ sparse_forward_kernel(Core c, Share z, floatX *oc, float *lse, int i0) {
     }
     gather_heads<MT * 16>(q_at, c.qrow + ((int64_t)i * c.H + z.h0) * Dk, z.nh, Dk);
     copies_issued();
-    #pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) {
-        int tile = group + s * GROUPS;
-        if (tile * GROUP_ROWS < n) gather_rows<WARPS>(tiles_at + (uint32_t)(s * buffer * 2), rows, tile_place(place, tile, n), part, c.R, Dk, jump, wide);
-        copies_issued();
-    }
-    int next = tile_place(place, group + (STAGES - 1) * GROUPS, n);
-    copies_left<STAGES - 1>();
+    if (group * GROUP_ROWS < n) gather_rows<WARPS>(tiles_at, rows, tile_place(place, group, n), part, c.R, Dk, jump, wide);
+    copies_issued();
+    int next = tile_place(place, group + GROUPS, n);
+    copies_done_but_last();
     __syncthreads(); // q is there for all
-    for (int tile = group, stage = 0; tile * GROUP_ROWS < n; tile += GROUPS, stage = stage + 1 < STAGES ? stage + 1 : 0) {
-        copies_left<STAGES - 2>();
+    for (int tile = group, turn = 0; tile * GROUP_ROWS < n; tile += GROUPS, turn ^= 1) {
+        copies_done();
         group_sync<WARPS>(group); // this tile is there, and nobody of the group reads the one before any more
-        int ahead = tile + (STAGES - 1) * GROUPS, left = n - tile * GROUP_ROWS;
-        if (ahead * GROUP_ROWS < n) gather_rows<WARPS>(tiles_at + (uint32_t)((stage ? stage - 1 : STAGES - 1) * buffer * 2), rows, next, part, c.R, Dk, jump, wide);
+        int ahead = tile + GROUPS, left = n - tile * GROUP_ROWS;
+        if (ahead * GROUP_ROWS < n) gather_rows<WARPS>(tiles_at + (uint32_t)((turn ^ 1) * buffer * 2), rows, next, part, c.R, Dk, jump, wide);
         copies_issued();
         next = tile_place(place, ahead + GROUPS, n);
-        uint32_t at = tiles_at + (uint32_t)(stage * buffer * 2);
+        uint32_t at = tiles_at + (uint32_t)(turn * buffer * 2);
 
         float s[CHAINS * MT * 2][4]; // heads by 16 rows
         for (int x = 0; x < CHAINS * MT * 2; x++)
@@ -2881,7 +2860,7 @@ sparse_forward_kernel(Core c, Share z, floatX *oc, float *lse, int i0) {
             }
             if (warp == 0 && quad == 0 && head < z.nh) lse[(int64_t)i * c.H + z.h0 + head] = all > 0 ? (most + log2f(all)) * 0.6931471805599453f : -INFINITY;
         }
-        merge_groups<GROUPS, VT>(oc + ((int64_t)i * c.H + z.h0 + m * 16) * Dv, o[m], (float *)tiles, STAGES * buffer / 2, group, column, min(16, z.nh - m * 16), Dv);
+        merge_groups<GROUPS, VT>(oc + ((int64_t)i * c.H + z.h0 + m * 16) * Dv, o[m], (float *)tiles, buffer, group, column, min(16, z.nh - m * 16), Dv);
     }
 }
 
@@ -2916,8 +2895,8 @@ sparse_backward_kernel(Core c, Share z, floatX *d_qrow, floatX *partial, const i
     const floatX *rows = kv_row(c, i, 0) + z.key + lane % 8 * 8;
     int64_t head0 = (int64_t)i * c.H + z.h0;
     floatX *d_o = smem_x + MT * 16 * lq, *tiles = d_o + LEARN * MT * 16 * lo;
-    float4 *parts = (float4 *)(tiles + GROUPS * STAGES * buffer) + group * WARPS * 2 * NT * WARP;
-    uint32_t q_at = smem_address(smem_x), o_at = smem_address(d_o), tiles_at = smem_address(tiles + group * STAGES * buffer);
+    float4 *parts = (float4 *)(tiles + GROUPS * 2 * buffer) + group * WARPS * 2 * NT * WARP;
+    uint32_t q_at = smem_address(smem_x), o_at = smem_address(d_o), tiles_at = smem_address(tiles + group * 2 * buffer);
     int jump = z.value - z.key - Dk, steps = Dk / 16, k0 = WARPS == 1 ? 0 : min(part * KT, steps), k1 = min(k0 + KT, steps);
     int both = LEARN && !value_at ? min(k1, Dv / 16) : 0, column = part * KT * 16;
     float dq[MT][2 * KT][4], low[NT][2], dot[NT][2], scale = c.scale * 1.4426950408889634f; // low, dot: of the lane's heads 8t + 2 quad + {0, 1}
@@ -2934,25 +2913,21 @@ sparse_backward_kernel(Core c, Share z, floatX *d_qrow, floatX *partial, const i
     gather_heads<MT * 16>(q_at, c.qrow + head0 * Dk, z.nh, Dk);
     if (LEARN) gather_heads<MT * 16>(o_at, d_oc + head0 * Dv, z.nh, Dv);
     copies_issued();
-    #pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) {
-        int tile = group + s * GROUPS;
-        if (tile * GROUP_ROWS < n) gather_rows<WARPS>(tiles_at + (uint32_t)(s * buffer * 2), rows, tile_place(place, tile, n), part, c.R, Dk, jump, wide);
-        copies_issued();
-    }
-    int next = tile_place(place, group + (STAGES - 1) * GROUPS, n), slots = LEARN ? tile_place(slot, group, n) : -1; // for copies ahead, for this tile
-    copies_left<STAGES - 1>();
+    if (group * GROUP_ROWS < n) gather_rows<WARPS>(tiles_at, rows, tile_place(place, group, n), part, c.R, Dk, jump, wide);
+    copies_issued();
+    int next = tile_place(place, group + GROUPS, n), slots = LEARN ? tile_place(slot, group, n) : -1; // for copies ahead, for this tile
+    copies_done_but_last();
     __syncthreads();
-    for (int tile = group, stage = 0; tile * GROUP_ROWS < n; tile += GROUPS, stage = stage + 1 < STAGES ? stage + 1 : 0) {
-        copies_left<STAGES - 2>();
+    for (int tile = group, turn = 0; tile * GROUP_ROWS < n; tile += GROUPS, turn ^= 1) {
+        copies_done();
         group_sync<WARPS>(group);
-        int ahead = tile + (STAGES - 1) * GROUPS, j[2] = {tile * GROUP_ROWS + lane / 4, tile * GROUP_ROWS + lane / 4 + 8}, to[2]; // the lane's two places
+        int ahead = tile + GROUPS, j[2] = {tile * GROUP_ROWS + lane / 4, tile * GROUP_ROWS + lane / 4 + 8}, to[2]; // the lane's two places
         for (int r = 0; r < 2 && LEARN; r++) to[r] = __shfl_sync(0xffffffffu, slots, lane / 4 + r * 8);
-        if (ahead * GROUP_ROWS < n) gather_rows<WARPS>(tiles_at + (uint32_t)((stage ? stage - 1 : STAGES - 1) * buffer * 2), rows, next, part, c.R, Dk, jump, wide);
+        if (ahead * GROUP_ROWS < n) gather_rows<WARPS>(tiles_at + (uint32_t)((turn ^ 1) * buffer * 2), rows, next, part, c.R, Dk, jump, wide);
         copies_issued();
         next = tile_place(place, ahead + GROUPS, n);
         if (LEARN) slots = tile_place(slot, tile + GROUPS, n);
-        uint32_t at = tiles_at + (uint32_t)(stage * buffer * 2);
+        uint32_t at = tiles_at + (uint32_t)(turn * buffer * 2);
 
         float x[2 * NT][4], (*p)[4] = x, (*ds)[4] = x + NT; // 16 rows by heads: logits, then probabilities; d_oc . v, then d_s
         for (int t = 0; t < 2 * NT; t++)
@@ -3075,7 +3050,7 @@ sparse_backward_kernel(Core c, Share z, floatX *d_qrow, floatX *partial, const i
     if constexpr (LEARN)
         #pragma unroll
         for (int m = 0; m < MT; m++)
-            merge_groups<GROUPS, KT>(d_qrow + (head0 + m * 16) * Dk, dq[m], (float *)tiles, STAGES * buffer / 2, group, column, min(16, z.nh - m * 16), Dk);
+            merge_groups<GROUPS, KT>(d_qrow + (head0 + m * 16) * Dk, dq[m], (float *)tiles, buffer, group, column, min(16, z.nh - m * 16), Dk);
 }
 
 // slot_of[pair] = its rank among the sorted pairs; start[x] = the first pair of row x.
@@ -3384,7 +3359,7 @@ indexer_kl_kernel(Core c, Teach y, const int32_t *slot_of, floatX *rows, int i0)
 // Bytes of shared memory of a block that takes 16 MT heads: q, with "learn" d_oc, the tiles of its groups, the parts of sums.
 static size_t sparse_bytes(const Layer *l, int wide, int MT, int learn, int backward) {
     int warps = block_warps(MT, (int)l->Dk), ways = group_warps(MT, (int)l->Dk), heads = MT * 16;
-    int64_t values = heads * (l->Dk + PAD) + (learn ? heads * (l->Dv + PAD) : 0) + warps / ways * STAGES * GROUP_ROWS * (wide + PAD);
+    int64_t values = heads * (l->Dk + PAD) + (learn ? heads * (l->Dv + PAD) : 0) + warps / ways * 2 * GROUP_ROWS * (wide + PAD);
     return (size_t)values * sizeof(floatX) + (ways > 1 ? (size_t)(warps * MT * 2 * (backward ? 2 : 1) * WARP) * sizeof(float4) : 0);
 }
 static int share_width(const Layer *l) { return (int)(l->G == 1 && l->v_off == 0 ? l->Dk : l->Dk + l->Dv); }
@@ -3448,10 +3423,10 @@ static void launch_backward(const Core &c, const Layer *l, const Share &z, float
 // LAUNCH(MT, DK, DV, WIDE) of the first instance that takes the layer: one made for its sizes, or one for sizes up to its own.
 #define FOR_SIZES(MT, LAUNCH)                                                                       \
     do {                                                                                            \
-        if (SPARSE_FIXED && c.Dk == 144 && c.Dv == 128 && z.wide == 144) LAUNCH(MT, 144, 128, 144); \
-        else if (SPARSE_FIXED && c.Dk == 288 && c.Dv == 256 && z.wide == 288) LAUNCH(MT, 288, 256, 288); \
-        else if (SPARSE_FIXED && c.Dk == 320 && c.Dv == 256 && z.wide == 320) LAUNCH(MT, 320, 256, 320); \
-        else if (SPARSE_FIXED && c.Dk == 576 && c.Dv == 512 && z.wide == 576) LAUNCH(MT, 576, 512, 576); \
+        if (c.Dk == 144 && c.Dv == 128 && z.wide == 144) LAUNCH(MT, 144, 128, 144); \
+        else if (c.Dk == 288 && c.Dv == 256 && z.wide == 288) LAUNCH(MT, 288, 256, 288); \
+        else if (c.Dk == 320 && c.Dv == 256 && z.wide == 320) LAUNCH(MT, 320, 256, 320); \
+        else if (c.Dk == 576 && c.Dv == 512 && z.wide == 576) LAUNCH(MT, 576, 512, 576); \
         else if (c.Dk <= 160) LAUNCH(MT, 160, 160, 0);                                              \
         else if (c.Dk <= 320) LAUNCH(MT, 320, 320, 0);                                              \
         else LAUNCH(MT, 576, 576, 0);                                                               \

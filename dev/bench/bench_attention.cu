@@ -367,6 +367,11 @@ static const char *driver_version(char buf[64]) {
     return buf;
 }
 
+// A copy by all multiprocessors: faster than the driver's.
+__global__ static void copy_kernel(uint4 *to, const uint4 *from, int64_t n) {
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) to[i] = from[i];
+}
+
 // The first line: where this runs, and what a product and a copy reach here.
 static void machine_line(void) {
     enum { SIDE = 8192 };
@@ -392,7 +397,7 @@ static void machine_line(void) {
     CUDA_CHECK(cudaMalloc(&from, bytes));
     CUDA_CHECK(cudaMalloc(&to, bytes));
     fill_normal((float *)from, (int64_t)(bytes / sizeof(float)), 22, 1);
-    Time copy = measure([] {}, [=] { CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream)); });
+    Time copy = measure([] {}, [=] { copy_kernel<<<4096, 256, 0, stream>>>((uint4 *)to, (const uint4 *)from, (int64_t)(bytes / sizeof(uint4))); });
     CUDA_CHECK(cudaFree(from));
     CUDA_CHECK(cudaFree(to));
     product_tflops = 2.0 * SIDE * (double)n / product.ms * 1e-9;
