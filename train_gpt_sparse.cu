@@ -1783,7 +1783,11 @@ static CUtensorMap tensor_map(const void *p, int64_t rows, int D, int box) {
     if (!encode) {
         void *f = NULL;
         cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
         CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &found));
+#else
+        CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &f, cudaEnableDefault, &found));
+#endif
         if (!f) die("the driver has no cuTensorMapEncodeTiled: expected one for CUDA 12 or later");
         encode = (Encode)f;
     }
@@ -1907,7 +1911,7 @@ static int wants_table(const Model *g) { return !strcmp(g->c.topk_method, "table
 // Rows at a time of the plain table.
 static int64_t table_rows(const Core &c) { return max64(1, min64(min64(c.N, 65535), G_.select_most / 4 / max64(1, c.n_cand))); }
 static void table_select(const Core &c, int32_t *sel) {
-    int space = (int)min64(4 * c.k, 20000), bytes = candidates_bytes(space);
+    int space = (int)min64(4 * c.k, 6144), bytes = candidates_bytes(space);
     CUDA_CHECK(cudaFuncSetAttribute(table_select_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     for (int64_t first = 0, n; first < c.N; first += n) {
         n = min64(table_rows(c), c.N - first);

@@ -1024,7 +1024,11 @@ static CUtensorMap tensor_map(const void *p, int64_t rows, int D, int box) {
     if (!encode) {
         void *f = NULL;
         cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
         CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &found));
+#else
+        CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &f, cudaEnableDefault, &found));
+#endif
         encode = (Encode)f;
     }
     CUresult r = !encode ? CUDA_ERROR_NOT_FOUND : encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, (void *)p, size, pitch, boxes, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
